@@ -1,0 +1,70 @@
+"""The command `base-moe`: one table of subcommands, each in the module that does the work.
+
+A command's module has `DESCRIPTION`, `add_arguments(parser)` and `run(args)`, and is imported only when it is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from importlib.metadata import version
+
+COMMANDS = {
+    "demo": ("calibrate.demo", "the embedded model on held-out prompts: dense against every budget and ranking"),
+    "generate": ("calibrate.generate", "batched generation over a file of prompts under a budget"),
+    "bench": ("backends.cuda.bench", "decode speed of true-width layers by number of active experts"),
+    "calibrate": ("calibrate.calibrate", "fit a predictor for a model on text"),
+    "inspect": ("calibrate.inspect", "print the card of a predictor"),
+}
+
+
+def overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name.ljust(width)}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: base-moe COMMAND [options]",
+            "",
+            "Mixture-of-experts decoding under an expert budget (BASE, arXiv 2609.36222).",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "base-moe COMMAND --help shows a command's options; base-moe --version the version.",
+        ]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one subcommand; returns the exit status: 2 for bad input, 130 after Ctrl-C."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(overview())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        print(f"base-moe {version('base-moe')}")
+        return 0
+    if argv[0] not in COMMANDS:
+        print(f"base-moe: unknown command {argv[0]!r}: choose one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(COMMANDS[argv[0]][0])
+    parser = argparse.ArgumentParser(prog=f"base-moe {argv[0]}", description=module.DESCRIPTION)
+    module.add_arguments(parser)
+    args = parser.parse_args(argv[1:])
+    try:
+        module.run(args)
+    except (ValueError, OSError) as error:
+        if os.environ.get("BASE_MOE_TRACEBACK"):
+            raise
+        print(f"base-moe {argv[0]}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\nbase-moe {argv[0]}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
