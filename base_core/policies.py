@@ -83,8 +83,7 @@ class Step:
     def router_logits(self) -> NDArray:
         if self.logits is not None:
             return self.logits
-        with np.errstate(divide="ignore"):
-            return np.log(self.routing.scores)
+        return np.log(np.maximum(self.routing.scores, np.finfo(np.float32).tiny))
 
     @property
     def ranked_ids(self) -> NDArray[np.int64]:

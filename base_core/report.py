@@ -54,7 +54,10 @@ def write_report(path: str | os.PathLike, rows: Sequence[Mapping], settings: Map
 def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Right-aligned columns under a ruled header; the first column is left-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))) for r in rows]
+    lines = [
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True)))
+        for r in rows
+    ]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 

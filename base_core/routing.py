@@ -108,7 +108,7 @@ def route(logits: NDArray, rule: RouterRule, correction_bias: NDArray | None = N
     if rule.normalise == "softmax_selected":
         weights = softmax(np.take_along_axis(logits, ids, axis=1))
     elif rule.normalise == "selected":
-        weights = chosen / chosen.sum(-1, keepdims=True)
+        weights = chosen / np.maximum(chosen.sum(-1, keepdims=True), np.finfo(np.float32).tiny)
     else:
         weights = chosen
     return Routing(scores, preference, ids, weights * np.float32(rule.scale))

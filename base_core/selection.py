@@ -124,10 +124,10 @@ def active_set(
     start = np.searchsorted(group, group)
     keep = (np.arange(E) - start < limits[group]) & (cost[order] > 0)
     if budget.tau is not None and budget.tau < 1:
-        running = np.concatenate([[0.0], np.cumsum(cost[order], dtype=np.float64)])
-        before = running[:-1] - running[start]
-        total = running[start + size[group]] - running[start]
-        keep &= before < budget.tau * total
+        total = np.bincount(groups, weights=cost)
+        share = cost[order] / np.maximum(total, np.finfo(np.float64).tiny)[group]
+        running = np.concatenate([[0.0], np.cumsum(share)])
+        keep &= running[:-1] - running[start] < budget.tau
     active = np.zeros(E, bool)
     active[order] = keep
     if budget.tau is None:
@@ -162,11 +162,11 @@ def fill_slots(
     executed = np.where(filled, np.take_along_axis(scores, chosen, axis=1), 0).astype(np.float32)
     base = executed if denominator == "renormalise" else np.take_along_axis(scores, ids, axis=1).astype(np.float32)
     mass = base.sum(1, keepdims=True)
-    scale = np.divide(total, mass, out=np.zeros_like(total), where=mass > 0)
+    share = np.divide(executed, mass, out=np.zeros_like(executed), where=mass > 0)
     spare = np.where(
         filled.any(1), np.take_along_axis(chosen, filled.argmax(1)[:, None], axis=1)[:, 0], active.argmax()
     )
-    return np.where(filled, chosen, spare[:, None]), executed * scale
+    return np.where(filled, chosen, spare[:, None]), share * total
 
 
 def select(

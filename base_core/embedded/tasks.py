@@ -11,12 +11,14 @@ import random
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 TASKS = ("add", "subtract", "multiply", "compare", "sort", "reverse", "count", "boolean")
 STOP = "\n"
 HELD_OUT_SHARE = 16
 TRAIN_SEEDS = range(0, 1_000_000)
 EVAL_SEEDS = range(1_000_000, 2_000_000)
+PATIENCE = 5_000  # repeats in a row after which a task counts as exhausted
 
 
 @dataclass(frozen=True)
@@ -109,13 +111,16 @@ def examples(seed: int, task: str | None = None) -> Iterator[Example]:
 
 
 def evaluation_examples(n: int, seed: int = EVAL_SEEDS.start) -> list[Example]:
-    """`n` held-out examples without repeats, tasks in turn."""
+    """`n` held-out examples without repeats, tasks in turn; a task that has no new prompt left is passed over."""
+    sources = {task: examples(seed + i, task) for i, task in enumerate(TASKS)}
     seen: set[str] = set()
     chosen: list[Example] = []
-    for example in examples(seed):
-        if example.prompt not in seen:
-            seen.add(example.prompt)
-            chosen.append(example)
-        if len(chosen) == n:
-            return chosen
-    raise AssertionError("unreachable")
+    while True:
+        for source in sources.values():
+            for example in islice(source, PATIENCE):
+                if example.prompt not in seen:
+                    seen.add(example.prompt)
+                    chosen.append(example)
+                    break
+            if len(chosen) == n:
+                return chosen

@@ -111,7 +111,9 @@ def test_sere_identity_matrix_sends_everything_to_the_first_primary():
 
 def lynx_step(logits, k, rows=None):
     logits = np.asarray(logits, np.float32)
-    return Step(route(logits, RouterRule(k)), np.ones(len(logits), int) if rows is None else np.asarray(rows), logits=logits)
+    return Step(
+        route(logits, RouterRule(k)), np.ones(len(logits), int) if rows is None else np.asarray(rows), logits=logits
+    )
 
 
 LOGITS = [[3.0, 2.5, 0.0, -1.0], [0.0, 3.0, 2.9, -1.0], [2.0, -1.0, 0.0, 4.0]]
@@ -177,7 +179,9 @@ def test_exfold_unrouted_experts_are_eligible_but_cost_nothing_unless_used():
 
 
 def test_exfold_ties_go_to_the_lower_index():
-    flat = RivalCalibration(norm=np.ones(4), fold_scalar=np.ones((4, 4)), fold_loss=1 - np.eye(4) + np.diag([np.inf] * 4))
+    flat = RivalCalibration(
+        norm=np.ones(4), fold_scalar=np.ones((4, 4)), fold_loss=1 - np.eye(4) + np.diag([np.inf] * 4)
+    )
     step = make_step([[0.3, 0.3, 0.2, 0.2], [0.2, 0.2, 0.3, 0.3]], 2, calibration=flat)
     got = run_policy("exfold", step, 1)
     assert active(got) == [0] and got.ids.tolist() == [[0, 0], [0, 0]]

@@ -10,7 +10,11 @@ from base_core.routing import sigmoid, softmax
 def loop_route(logits, rule, bias):
     ids, weights = [], []
     for row in logits.astype(np.float64):
-        scores = np.exp(row - row.max()) / np.exp(row - row.max()).sum() if rule.score == "softmax" else 1 / (1 + np.exp(-row))
+        scores = (
+            np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+            if rule.score == "softmax"
+            else 1 / (1 + np.exp(-row))
+        )
         wish = (row if rule.normalise == "softmax_selected" else scores) + bias
         size = len(row) // rule.num_groups
         groups = [wish[g * size : (g + 1) * size] for g in range(rule.num_groups)]
