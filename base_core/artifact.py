@@ -62,7 +62,7 @@ def save_predictor(
             arrays[f"layers.{i}.{name}"] = to_bfloat16(array) if name == "weight" and dtype == "bfloat16" else array
     card[CHECKSUM] = _checksum(card, {name: array.tobytes() for name, array in arrays.items()})
     specs = {name: _spec(array) for name, array in arrays.items()}
-    # One metadata key only: safetensors writes several in no fixed order, and the same predictor must give the same bytes.
+    # One key only: safetensors writes several in no fixed order, and one predictor must always give the same bytes.
     write_atomically(path, bytes(serialize(specs, metadata={CARD_KEY: json.dumps(card, sort_keys=True)})))
 
 

@@ -204,6 +204,6 @@ class Predictor:
         if not distance <= tolerance:
             raise PredictorError(
                 f"predictor fingerprint differs from the model's routers by {distance:.3f} (tolerance {tolerance:g}): "
-                f"it was calibrated on {self.card.model_id!r}; calibrate one for this model, or raise the tolerance for "
-                f"a quantised copy"
+                f"it was calibrated on {self.card.model_id!r}; calibrate one for this model, or raise the tolerance "
+                f"for a quantised copy"
             )

@@ -7,6 +7,8 @@ never touches, so only the later ones show what a budget does.
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
 import zlib
 from collections.abc import Iterator
@@ -124,3 +126,17 @@ def evaluation_examples(n: int, seed: int = EVAL_SEEDS.start) -> list[Example]:
                     break
             if len(chosen) == n:
                 return chosen
+
+
+def main() -> None:
+    """Writes examples as JSON lines: `python -m base_core.embedded.tasks --seed 1 --examples 20000 > text.jsonl`."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--seed", type=int, default=1, help="0..999999 for the training split, above for evaluation")
+    parser.add_argument("--examples", type=int, default=20_000)
+    args = parser.parse_args()
+    for example in islice(examples(args.seed), args.examples):
+        print(json.dumps({"prompt": example.prompt, "answer": example.answer + STOP}))
+
+
+if __name__ == "__main__":
+    main()

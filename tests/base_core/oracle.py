@@ -25,9 +25,7 @@ def loop_cost(ranking, scores, ids, weights, log_energy, preference, rows):
                 cost[e] += w * w * np.exp(np.float32(log_energy_clamped(log_energy[t, e])))
             elif ranking == "squared_weight":
                 cost[e] += w * w
-            elif ranking == "weight_sum":
-                cost[e] += w
-            elif e == favourite:
+            elif ranking == "weight_sum" or e == favourite:
                 cost[e] += w
     return cost
 
