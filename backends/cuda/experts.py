@@ -1,0 +1,94 @@
+"""The routed experts of a transformers MoE layer, each active one's weights read once a step.
+
+Registered with transformers as the experts implementation `base`. Stock `grouped_mm` also reads only the experts that
+have rows, but multiplies bfloat16 on a CPU so slowly that reading fewer experts gains nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
+
+from backends.cuda.cpu_linear import Groups, grouped_linear
+
+EXPERTS_IMPLEMENTATION = "base"
+
+
+def register_experts() -> None:
+    """Makes `set_experts_implementation("base")` work; calling it again changes nothing."""
+    ExpertsInterface.register(EXPERTS_IMPLEMENTATION, experts_forward)
+
+
+def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What an experts module of transformers computes, for any of its families.
+
+    Args:
+        self: the experts module, with the attributes that `use_experts_implementation` sets.
+        hidden_states: [T, d].
+        top_k_index: integer [T, k], expert ids below E.
+        top_k_weights: [T, k]. A slot of weight 0 costs nothing: its expert is neither run nor read for it.
+
+    Returns:
+        [T, d], of the dtype of `hidden_states`.
+    """
+    if _runs_on_cpu(self, hidden_states):
+        return _experts_on_cpu(self, hidden_states, top_k_index, top_k_weights)
+    return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+
+
+def group_slots(ids: Tensor, weights: Tensor, num_experts: int) -> tuple[Groups, Tensor]:
+    """Sorts the slots [T, k] by expert: the groups, and for each of their rows its flat slot, int64 [S].
+
+    Slots of weight 0 are left out. Within a group, rows ascend.
+    """
+    slots = ids.masked_fill(weights == 0, num_experts).flatten()
+    order = slots.argsort(stable=True)
+    counts = slots.bincount(minlength=num_experts + 1)[:num_experts]
+    experts = counts.nonzero().squeeze(1)
+    counts = counts[experts]
+    ends = counts.cumsum(0)
+    order = order[: int(counts.sum())]
+    return Groups(order // ids.shape[1], experts, ends - counts, counts), order
+
+
+def _runs_on_cpu(self: nn.Module, hidden_states: Tensor) -> bool:
+    weight = _up_projection(self)
+    trains = torch.is_grad_enabled() and (weight.requires_grad or hidden_states.requires_grad)
+    return (
+        hidden_states.device.type == "cpu"
+        and weight.dtype in (torch.bfloat16, torch.float32)
+        and not self._is_expert_parallel
+        and not trains
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _up_projection(self: nn.Module) -> Tensor:
+    return self.gate_up_proj if self.has_gate else self.up_proj  # type: ignore[return-value]
+
+
+def _experts_on_cpu(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Rounds to the weights' dtype where the stock implementations do, so that bfloat16 outputs agree with theirs."""
+    up = _up_projection(self)
+    groups, order = group_slots(ids, weights, self.num_experts)
+    biases = [None, None]
+    if self.has_bias:
+        expert_of_row = groups.experts.repeat_interleave(groups.counts)
+        up_bias = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
+        biases = [up_bias[expert_of_row], self.down_proj_bias[expert_of_row]]
+
+    def project(x: Tensor, weight: Tensor, groups: Groups, bias: Tensor | None) -> Tensor:
+        y = grouped_linear(x.to(weight.dtype), weight, groups, transposed=self.is_transposed).to(weight.dtype)
+        return y if bias is None else y.add_(bias)
+
+    inner = project(hidden_states, up, groups, biases[0])  # [S, 2I]
+    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)  # [S, I]
+    own_rows = groups._replace(rows=torch.arange(len(order)))
+    y = project(inner, self.down_proj, own_rows, biases[1])  # [S, d]
+    if self.has_post_expert_norm:
+        y = self.post_expert_norm(y)
+    y = y * weights.flatten()[order].unsqueeze(1)
+    out = y.new_zeros(ids.numel(), y.shape[1])
+    out[order] = y
+    return out.view(*ids.shape, -1).sum(1).to(hidden_states.dtype)

@@ -1,0 +1,485 @@
+"""Expert budgets for transformers models: hooks on the routers, as a context manager or an enable/disable pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from backends.cuda.experts import EXPERTS_IMPLEMENTATION, register_experts
+from backends.cuda.families import MoELayer, correction_bias, find_moe_layers, router_rule, routing_terms
+from backends.cuda.selection import RowKinds, native_union, removal_cost_no_sync, select_no_sync
+from base_core import Budget, LayerPredictor, Predictor
+from base_core.fingerprint import FINGERPRINT_TOLERANCE
+from base_core.selection import DECODE, PADDING, PREFILL, Denominator, Fill, Ranking
+
+PREDICTED = ("removal_cost", "static_energy")
+"""Rankings that need a predictor."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a budget is applied.
+
+    Attributes:
+        ranking, fill, denominator: see `base_core.select`. The `oracle` ranking runs every routed expert once more.
+        decode_window: input lengths up to this one, beside a filled cache, are decoding; longer ones are prefill.
+        measure: also run every routed expert for its true energy, so that `Session.stats` can tell what was kept. Slow.
+        experts_implementation: how transformers runs the experts meanwhile; None leaves it as it is.
+        tolerance: largest relative distance between the model's routers and the predictor's.
+    """
+
+    ranking: Ranking = "removal_cost"
+    fill: Fill = "backfill"
+    denominator: Denominator = "native"
+    decode_window: int = 1
+    measure: bool = False
+    experts_implementation: str | None = EXPERTS_IMPLEMENTATION
+    tolerance: float = FINGERPRINT_TOLERANCE
+
+    def __post_init__(self) -> None:
+        for name, known in (("ranking", Ranking), ("fill", Fill), ("denominator", Denominator)):
+            if getattr(self, name) not in get_args(known):
+                raise ValueError(f"unknown {name} {getattr(self, name)!r}: choose one of {', '.join(get_args(known))}")
+        if self.decode_window < 1:
+            raise ValueError(f"decode_window {self.decode_window} is below 1: give the longest decoding input")
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Means over decode steps and layers; None where nothing was counted.
+
+    Attributes:
+        steps: forward passes with a decode row and no prefill row.
+        active_mean, active_max: experts read in one layer.
+        union_mean: experts that the rows would have read without a budget.
+        fallbacks: (step, layer) pairs that kept native routing because a cost was not finite.
+        retained_energy: true removal cost that the active sets hold, relative to the best sets of their size.
+    """
+
+    steps: int
+    active_mean: float | None
+    active_max: int | None
+    union_mean: float | None
+    fallbacks: int
+    retained_energy: float | None
+
+
+class Step(NamedTuple):
+    """The rows of one forward pass; `counted` is bool [], true when it is a decode step."""
+
+    rows: RowKinds
+    counted: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Step:
+        kinds = RowKinds.of(rows)
+        return cls(kinds, ~kinds.silent.all() & ~kinds.mixed)
+
+
+def routed_log_energy(experts: nn.Module, z: Tensor, ids: Tensor) -> Tensor:
+    """True log ||E_e(z_t)||^2 of the routed pairs, float32 [T, k], through the experts module itself.
+
+    Args:
+        experts: called with T * k rows of one expert each, at weight 1.
+        z: [T, d].
+        ids: int [T, k].
+    """
+    k = ids.shape[1]
+    single = ids.reshape(-1, 1)
+    output = experts(z.repeat_interleave(k, 0), single, torch.ones(single.shape, dtype=z.dtype, device=z.device))
+    return output.float().square().sum(-1).log().view_as(ids)
+
+
+class Session:
+    """A budget in force on one model. Made by `enable_base` or `base_budget`; read it with `stats`."""
+
+    def __init__(self, model: nn.Module, predictor: Predictor | None, budget: Budget, policy: Policy) -> None:
+        self.model, self.budget, self.policy = model, budget, policy
+        self.layers = find_moe_layers(model)
+        _check(self.layers, predictor, budget, policy)
+        self._handles: list[Any] = []
+        self._previous_experts: dict[str, str | None] | None = None
+        self._fixed: Step | None = None
+        self._step: Step | None = None
+        # A transformers model, wrapped or not, says what its rows are; bare blocks decode unless told otherwise.
+        self._host = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+        limits = [budget.for_layer(layer.index) for layer in self.layers]
+        self._acts = policy.measure or not all(limit.is_off for limit in limits)
+        if self._acts:
+            with torch.inference_mode(False):
+                self._counters = _Counters(len(self.layers), self.layers[0].num_experts, self.layers[0].device)
+                self._hooks = [
+                    _RouterHook(self, slot, layer, limit, predictor.layers[layer.index] if predictor else None)
+                    for slot, (layer, limit) in enumerate(zip(self.layers, limits, strict=True))
+                ]
+
+    def set_rows(self, rows: Tensor | None) -> None:
+        """Says what the rows of the coming forward passes are, instead of looking at the model's input.
+
+        Args:
+            rows: int [T], 0 padding, 1 decode, 2 prefill; None ends it.
+        """
+        self._fixed = None if rows is None else Step.of(rows)
+
+    def stats(self) -> Stats:
+        """What happened so far. Waits for the device."""
+        if not self._acts:
+            return Stats(0, None, None, None, 0, None)
+        return self._counters.stats(self.policy.measure)
+
+    def open(self) -> None:
+        """Installs the hooks; with the budget off and nothing to measure there are none."""
+        for layer in self.layers:
+            if getattr(layer.router, "_base_session", None) is not None:
+                raise ValueError(
+                    f"{type(self.model).__name__} already has a budget in force: leave its base_budget block, or call "
+                    f"disable_base, first"
+                )
+        for layer in self.layers:
+            layer.router._base_session = self  # type: ignore[assignment]
+        if not self._acts:
+            return
+        try:
+            if self._host is not None:
+                self._set_experts(self._host)
+                self._handles.append(self._host.register_forward_pre_hook(self._before, with_kwargs=True))
+                self._handles.append(self._host.register_forward_hook(self._after, always_call=True))
+            self._handles.extend(hook.layer.router.register_forward_hook(hook) for hook in self._hooks)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Takes everything back; a second call does nothing. `stats` stays readable."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for layer in self.layers:
+            if getattr(layer.router, "_base_session", None) is self:
+                del layer.router._base_session
+        if self._host is not None and self._previous_experts is not None:
+            self._host.set_experts_implementation(self._previous_experts)
+            self._previous_experts = None
+
+    def step_for(self, T: int, device: torch.device) -> Step | None:
+        """The step that a router with T rows is part of, or None when routing is to be left alone.
+
+        Raises:
+            ValueError: rows were given for another number of rows.
+        """
+        step = self._fixed if self._host is None else self._step
+        if step is None:
+            if self._host is not None:
+                return None
+            step = self._fixed = Step.of(torch.full((T,), DECODE, device=device))
+        known = step.rows.real.shape[0]
+        if known != T:
+            raise ValueError(
+                f"rows describe {known} rows, the router got {T}: call set_rows for this batch, or with None"
+            )
+        if step.rows.real.device != device:
+            step = Step(RowKinds(*(part.to(device) for part in step.rows)), step.counted.to(device))
+        return step
+
+    def _set_experts(self, host: PreTrainedModel) -> None:
+        name = self.policy.experts_implementation
+        if name is None or self.budget.is_off:
+            return
+        if name == EXPERTS_IMPLEMENTATION:
+            register_experts()
+        previous = host.get_experts_implementation()
+        host.set_experts_implementation(name)
+        self._previous_experts = previous
+
+    def _before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self._fixed is not None:
+            self._step = self._fixed
+            return
+        rows = classify_rows(
+            args[0] if args else kwargs.get("input_ids"), kwargs, self.policy.decode_window, end_tokens(model)
+        )
+        self._step = None if rows is None else Step.of(rows)
+
+    def _after(self, model: nn.Module, args: tuple, output: Any) -> None:
+        self._step = None
+
+
+def end_tokens(model: nn.Module) -> list[int]:
+    """Input ids that only finished rows of `generate` have: the model's own EOS and padding tokens.
+
+    Those of `model.generation_config`; an `eos_token_id` passed to `generate` alone is not seen.
+    """
+    config = getattr(model, "generation_config", None)
+    tokens: set[int] = set()
+    for value in (getattr(config, "eos_token_id", None), getattr(config, "pad_token_id", None)):
+        if value is not None:
+            tokens.update(value if isinstance(value, (list, tuple)) else [int(value)])
+    return sorted(tokens)
+
+
+def classify_rows(
+    input_ids: Tensor | None, kwargs: dict[str, Any], decode_window: int, ends: list[int]
+) -> Tensor | None:
+    """Row kinds of a causal language model's input, int32 [T] in the order of the flattened batch, without waiting.
+
+    Args:
+        input_ids: int [B, L], or None beside `inputs_embeds` in kwargs.
+        kwargs: the other arguments of the model's forward.
+        decode_window: see `Policy`.
+        ends: input ids of finished rows, see `end_tokens`.
+
+    Returns:
+        The kinds, or None when the shapes alone say that everything is prefill.
+    """
+    tokens = kwargs.get("inputs_embeds") if input_ids is None else input_ids
+    if tokens is None:
+        return None
+    if kwargs.get("cu_seq_lens_q") is not None:
+        return _classify_packed(kwargs["cu_seq_lens_q"], kwargs.get("position_ids"), tokens.shape[1], decode_window)
+    B, L = tokens.shape[:2]
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))  # the older name is still accepted by transformers
+    count_cached = getattr(cache, "get_seq_length", None)
+    cached = 0 if count_cached is None or decode_window < L else count_cached()
+    if not isinstance(cached, Tensor) and cached == 0:
+        return None
+    rows = torch.full((B, L), DECODE, dtype=torch.int32, device=tokens.device)
+    if input_ids is not None:
+        for token in ends:
+            rows = rows.masked_fill_(input_ids == token, PADDING)
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] >= L:
+        rows = rows.masked_fill_(mask[:, -L:] == 0, PADDING)
+    if isinstance(cached, Tensor):
+        # A static cache counts on the device: one-token prompts are told apart there.
+        rows = torch.where(cached.to(rows.device) > 0, rows, PREFILL)
+    return rows.flatten()
+
+
+def _classify_packed(bounds: Tensor, positions: Tensor | None, T: int, decode_window: int) -> Tensor:
+    """Continuous batching: sequences of any length one behind the other, then padding.
+
+    A sequence of at most `decode_window` tokens decodes unless it begins at position 0, as a short prompt does. The
+    one-token rest of a prompt that was split over two passes looks like decoding and is treated so.
+    """
+    row = torch.arange(T, device=bounds.device)
+    sequence = torch.searchsorted(bounds[1:], row.to(bounds.dtype), right=True).clamp_max(len(bounds) - 2)
+    begin = bounds[sequence].long()
+    decodes = bounds[sequence + 1] - begin <= decode_window
+    if positions is not None:
+        decodes &= positions.flatten()[begin.clamp_max(T - 1)] > 0
+    return torch.where(row < bounds[-1], torch.where(decodes, DECODE, PREFILL), PADDING).int()
+
+
+class _RouterHook:
+    """Replaces what one router returns. Holds everything that its layer needs on the layer's device."""
+
+    def __init__(
+        self, session: Session, slot: int, layer: MoELayer, budget: Budget, predictor: LayerPredictor | None
+    ) -> None:
+        self.session, self.slot, self.layer, self.policy = session, slot, layer, session.policy
+        self.rule, self.bias = router_rule(layer), correction_bias(layer)
+        self.limit = None if budget.is_off else budget.limit(layer.num_experts)
+        self.tau = budget.tau
+        if self.limit is not None and predictor is not None:
+            if self.policy.ranking == "removal_cost":
+                # Transposed: on a CPU a product with [d, E] runs at twice the speed of one with [E, d].
+                self.weight = torch.tensor(predictor.weight.T.copy(), device=layer.device)
+                self.offset = torch.tensor(predictor.bias, device=layer.device)
+            elif self.policy.ranking == "static_energy":
+                self.static = torch.tensor(predictor.static_log_energy(), device=layer.device)
+
+    def __call__(self, router: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+        logits, weights, ids = output
+        step = self.session.step_for(len(ids), ids.device)
+        if step is None:
+            return None
+        z = args[0].reshape(-1, args[0].shape[-1])
+        true = None
+        if self.policy.measure or (self.policy.ranking == "oracle" and self.limit is not None):
+            with torch.no_grad():
+                true = routed_log_energy(self.layer.experts, z, ids)
+        if self.limit is None:
+            union = native_union(ids, step.rows.real, logits.shape[1])
+            self.session._counters.record(self.slot, step, union, union)
+            return None
+        terms = routing_terms(logits, self.rule, self.bias)
+        out = select_no_sync(
+            terms.scores,
+            ids,
+            weights,
+            self._log_energy(z, ids, true, logits.shape),
+            self.limit,
+            tau=self.tau,
+            preference=terms.preference,
+            rows=step.rows,
+            ranking=self.policy.ranking,
+            fill=self.policy.fill,
+            denominator=self.policy.denominator,
+        )
+        retained = None
+        if self.policy.measure and true is not None:
+            retained = retained_energy(ids, weights, true, step.rows.silent, out.active)
+        self.session._counters.record(self.slot, step, out.active, out.union, out.fell_back, retained)
+        return logits, out.weights, out.ids
+
+    def _log_energy(self, z: Tensor, ids: Tensor, true: Tensor | None, shape: torch.Size) -> Tensor | None:
+        if self.policy.ranking == "removal_cost":
+            z = z.float()
+            norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+            return torch.addcdiv(self.offset, z @ self.weight, norm)
+        if self.policy.ranking == "static_energy":
+            return self.static
+        if self.policy.ranking == "oracle":
+            assert true is not None
+            return torch.zeros(shape, device=z.device).scatter_(1, ids, true)
+        return None
+
+
+@torch.no_grad()
+def retained_energy(ids: Tensor, weights: Tensor, log_energy: Tensor, silent: Tensor, active: Tensor) -> Tensor:
+    """True removal cost inside `active`, relative to the best set of the same size: float32 [].
+
+    Args:
+        ids, weights, log_energy: [T, k], native choice, its weights and its true log-energies.
+        silent: bool [T, 1], rows without a vote.
+        active: bool [E].
+    """
+    cost = removal_cost_no_sync(ids, weights, log_energy, silent, len(active))
+    place = torch.arange(len(active), device=cost.device)
+    best = (cost.sort(descending=True).values * (place < active.sum())).sum()
+    return torch.where(best > 0, (cost * active).sum() / best, 1.0).clamp_max(1)
+
+
+class _Counters:
+    """Totals over decode steps, on the device. A step is over when its last MoE layer has been recorded."""
+
+    def __init__(self, L: int, E: int, device: torch.device) -> None:
+        self.layers = L
+        self.active = torch.zeros(L, E, dtype=torch.bool, device=device)
+        self.union = torch.zeros(L, E, dtype=torch.bool, device=device)
+        self.fell_back = torch.zeros(L, dtype=torch.bool, device=device)
+        self.retained = torch.ones(L, device=device)
+        self.totals = torch.zeros(4, dtype=torch.int64, device=device)  # steps, active, union, fallbacks
+        self.most = torch.zeros((), dtype=torch.int64, device=device)
+        self.retained_total = torch.zeros((), dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def record(
+        self,
+        slot: int,
+        step: Step,
+        active: Tensor,
+        union: Tensor,
+        fell_back: Tensor | None = None,
+        retained: Tensor | None = None,
+    ) -> None:
+        self.active[slot].copy_(active)
+        self.union[slot].copy_(union)
+        if fell_back is not None:
+            self.fell_back[slot].copy_(fell_back)
+        if retained is not None:
+            self.retained[slot].copy_(retained)
+        if slot == self.layers - 1:
+            self._add(step.counted.to(self.active.device))
+
+    def _add(self, counted: Tensor) -> None:
+        sizes = self.active.sum(1)
+        self.totals += counted * torch.stack(
+            (torch.ones_like(self.most), sizes.sum(), self.union.sum(), self.fell_back.sum())
+        )
+        self.most.copy_(torch.maximum(self.most, counted * sizes.amax()))
+        self.retained_total += counted * self.retained.sum()
+
+    def stats(self, measured: bool) -> Stats:
+        steps, active, union, fallbacks = self.totals.tolist()
+        if steps == 0:
+            return Stats(0, None, None, None, 0, None)
+        pairs = steps * self.layers
+        retained = self.retained_total.item() / pairs if measured else None
+        return Stats(steps, active / pairs, int(self.most.item()), union / pairs, fallbacks, retained)
+
+
+def _check(layers: list[MoELayer], predictor: Predictor | None, budget: Budget, policy: Policy) -> None:
+    """Everything that can be wrong is found here, before the first token."""
+    for layer in layers:
+        budget.for_layer(layer.index).limit(layer.num_experts)
+    first = layers[0]
+    if predictor is None:
+        if policy.ranking in PREDICTED and not budget.is_off:
+            raise ValueError(
+                f"ranking {policy.ranking!r} needs a predictor, got None: pass one made by base-moe calibrate, or "
+                f"choose a ranking that reads the router alone (weight_sum, squared_weight, top1_union)"
+            )
+        return
+    predictor.check_model(
+        model_type=first.family.model_type,
+        layers=tuple(layer.index for layer in layers),
+        num_experts=first.num_experts,
+        experts_per_token=first.experts_per_token,
+        hidden_size=first.hidden_size,
+        fingerprint={layer.index: layer.fingerprint() for layer in layers},
+        tolerance=policy.tolerance,
+    )
+
+
+def enable_base(
+    model: nn.Module,
+    predictor: Predictor | None,
+    budget: Budget | str | int,
+    policy: Policy | None = None,
+    **changes: Any,
+) -> Session:
+    """Puts `budget` in force on `model` until `disable_base`.
+
+    Args:
+        model: a transformers model of a supported family, or any module that holds its MoE blocks. The rows of the
+            latter all decode unless `Session.set_rows` says otherwise.
+        predictor: calibrated on this model. Rankings that read the router alone do without: pass None.
+        budget: in any form of `base_core.budget`. With `off` the stock model runs untouched.
+        policy: how the budget is applied; `changes` replace single fields of it.
+
+    Raises:
+        ValueError: unsupported model, budget that does not fit, missing or foreign predictor, unknown policy field, or
+            a budget already in force.
+    """
+    try:
+        policy = replace(policy or Policy(), **changes)
+    except TypeError as error:
+        raise ValueError(f"unknown policy field ({error}): see Policy") from error
+    session = Session(model, predictor, Budget.parse(budget), policy)
+    session.open()
+    return session
+
+
+def disable_base(model: nn.Module) -> None:
+    """Takes the budget off `model`, which is then as it was before.
+
+    Raises:
+        ValueError: none is in force.
+    """
+    session = getattr(find_moe_layers(model)[0].router, "_base_session", None)
+    if session is None:
+        raise ValueError(f"{type(model).__name__} has no budget in force: enable_base comes first")
+    session.close()
+
+
+@contextmanager
+def base_budget(
+    model: nn.Module,
+    predictor: Predictor | None,
+    budget: Budget | str | int,
+    policy: Policy | None = None,
+    **changes: Any,
+) -> Iterator[Session]:
+    """`with base_budget(model, predictor, 16): model.generate(...)`; see `enable_base`."""
+    session = enable_base(model, predictor, budget, policy, **changes)
+    try:
+        yield session
+    finally:
+        session.close()

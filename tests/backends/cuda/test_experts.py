@@ -1,0 +1,284 @@
+"""The experts implementation against transformers' eager one, and what it reads."""
+
+import importlib
+import logging
+import threading
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from backends.cuda import cpu_linear
+from backends.cuda.cpu_linear import Groups, cpu_path, grouped_linear, linear_float32
+from backends.cuda.experts import EXPERTS_IMPLEMENTATION, group_slots, register_experts
+from backends.cuda.families import FAMILIES
+
+D, I, E, K = 64, 96, 12, 3
+WIDTHS = {"hidden_size": D, "moe_intermediate_size": I, "num_experts": E, "num_experts_per_tok": K}
+OVERRIDES = {
+    "mixtral": {"intermediate_size": I, "num_local_experts": E},
+    "olmoe": {"intermediate_size": I},
+    "gpt_oss": {"intermediate_size": I, "num_local_experts": E},
+    "deepseek_v2": {"n_routed_experts": E},
+    "glm4_moe": {"n_routed_experts": E},
+}
+DTYPES = [torch.float32, torch.bfloat16]
+
+needs_kernel = pytest.mark.skipif(cpu_path() != "kernel", reason=f"experts run through {cpu_path()}")
+
+
+@pytest.fixture(params=[pytest.param("kernel", marks=needs_kernel), "torch"], autouse=True)
+def path(request, monkeypatch):
+    """Every test runs with the kernel and without it."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpu_linear, "_has_kernel", lambda: False)
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """No gradients; uninitialised memory holds NaN, so that an unwritten output shows."""
+    register_experts()
+    torch.manual_seed(0)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    with torch.no_grad():
+        yield
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def make_experts(model_type="qwen3_moe", dtype=torch.float32, **overrides):
+    family = next(family for family in FAMILIES if family.model_type == model_type)
+    config = AutoConfig.for_model(model_type, **{**WIDTHS, **OVERRIDES.get(model_type, {}), **overrides})
+    modeling = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    experts = getattr(modeling, family.experts)(config)
+    for parameter in experts.parameters():
+        parameter.normal_(std=0.1)
+    assert experts.gate_up_proj.shape[0] == E
+    return experts.to(dtype)
+
+
+def make_batch(T, dtype=torch.float32, *, among=E):
+    """Hidden rows, distinct random ids below `among`, and weights that sum to one."""
+    ids = torch.rand(T, among).topk(K).indices
+    return torch.randn(T, D).to(dtype), ids, torch.rand(T, K).softmax(-1).to(dtype)
+
+
+def run(experts, implementation, *batch):
+    experts.config._experts_implementation = implementation
+    return experts(*batch)
+
+
+def error(reference, out):
+    """Root mean square of the difference, relative to the reference's."""
+    reference, out = reference.double(), out.double()
+    return ((out - reference).square().mean() / reference.square().mean()).sqrt().item()
+
+
+@pytest.mark.parametrize("T", [1, 2, 5, 16, 33, 200])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("model_type", [family.model_type for family in FAMILIES])
+def test_equals_eager(model_type, dtype, T):
+    experts = make_experts(model_type, dtype)
+    batch = make_batch(T, dtype)
+    out = run(experts, EXPERTS_IMPLEMENTATION, *batch)
+    assert out.dtype == dtype
+    assert out.shape == (T, D)
+    if dtype == torch.float32:
+        assert error(run(experts, "eager", *batch), out) < 1e-6
+        return
+    stock = run(experts, "grouped_mm", *batch)
+    hidden, ids, weights = batch
+    exact = run(experts.float(), "eager", hidden.float(), ids, weights.float())
+    assert error(exact, out) < 1.05 * error(exact, stock) + 1e-4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [32, 40, 160])
+def test_odd_widths(size, dtype):
+    experts = make_experts(dtype=dtype, moe_intermediate_size=size)
+    batch = make_batch(5, dtype)
+    assert error(run(experts, "eager", *batch), run(experts, EXPERTS_IMPLEMENTATION, *batch)) < (
+        1e-6 if dtype == torch.float32 else 1e-2
+    )
+
+
+@pytest.mark.parametrize("T", [1, 16, 200])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_inactive_experts_are_not_read(model_type, dtype, T):
+    experts = make_experts(model_type, dtype)
+    batch = make_batch(T, dtype, among=4)
+    before = run(experts, EXPERTS_IMPLEMENTATION, *batch)
+    for parameter in experts.parameters():
+        parameter[4:] = torch.nan
+    assert torch.equal(run(experts, EXPERTS_IMPLEMENTATION, *batch), before)
+    assert before.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_slots_of_weight_zero_change_nothing(dtype):
+    experts = make_experts(dtype=dtype)
+    hidden, ids, weights = make_batch(16, dtype)
+    weights[::2, 1:] = 0
+    before = run(experts, EXPERTS_IMPLEMENTATION, hidden, ids, weights)
+    duplicated = torch.where(weights == 0, ids[:, :1], ids)
+    after = run(experts, EXPERTS_IMPLEMENTATION, hidden, duplicated, weights)
+    assert torch.equal(before, after)
+    assert error(run(experts, "grouped_mm", hidden, duplicated, weights), after) < 1e-2
+    nothing = run(experts, EXPERTS_IMPLEMENTATION, hidden, ids, torch.zeros_like(weights))
+    assert torch.equal(nothing, torch.zeros_like(hidden))
+
+
+def test_expert_with_only_zero_weights_is_not_read():
+    experts = make_experts()
+    hidden, ids, weights = make_batch(4, among=E - 1)
+    ids[:, 0], weights[:, 0] = E - 1, 0
+    experts.gate_up_proj[E - 1] = torch.nan
+    assert run(experts, EXPERTS_IMPLEMENTATION, hidden, ids, weights).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_input_need_not_be_contiguous(dtype):
+    experts = make_experts(dtype=dtype)
+    hidden, ids, weights = make_batch(16, dtype)
+    wide = torch.full((D, 32), torch.nan, dtype=dtype)
+    wide[:, ::2] = hidden.T
+    views = wide[:, ::2].T, ids.T.contiguous().T, weights.T.contiguous().T
+    assert not views[0].is_contiguous()
+    expected = run(experts, EXPERTS_IMPLEMENTATION, hidden, ids, weights)
+    assert torch.equal(run(experts, EXPERTS_IMPLEMENTATION, *views), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_need_not_be_aligned(dtype):
+    weight = torch.randn(E * I * D + 1).to(dtype)[1:].view(E, I, D)
+    groups, _ = group_slots(torch.tensor([[3, 5]]), torch.ones(1, 2), E)
+    x = torch.randn(1, D).to(dtype)
+    expected = torch.stack([weight[3] @ x[0], weight[5] @ x[0]])
+    assert error(expected, grouped_linear(x, weight, groups)) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_row_does_not_depend_on_threads_or_batch(dtype, path):
+    experts = make_experts(dtype=dtype)
+    hidden, ids, weights = make_batch(16, dtype, among=5)
+    together = run(experts, EXPERTS_IMPLEMENTATION, hidden, ids, weights)
+    assert torch.equal(run(experts, EXPERTS_IMPLEMENTATION, hidden, ids, weights), together)
+    if path == "torch":
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    alone = [
+        run(experts, EXPERTS_IMPLEMENTATION, hidden[t : t + 1], ids[t : t + 1], weights[t : t + 1]) for t in range(16)
+    ]
+    torch.set_num_threads(threads)
+    assert torch.equal(torch.cat(alone), together)
+
+
+def test_concurrent_callers():
+    experts = make_experts()
+    batches = [make_batch(T) for T in (1, 3, 16, 60)]
+    expected = [run(experts, EXPERTS_IMPLEMENTATION, *batch) for batch in batches]
+    found = {}
+
+    def work(i):
+        with torch.no_grad():
+            found[i] = [experts(*batches[i]) for _ in range(20)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, outs in found.items():
+        assert len(outs) == 20
+        assert all(error(expected[i], out) < 1e-6 for out in outs)
+
+
+def test_each_active_expert_is_multiplied_once(monkeypatch):
+    """A step's traffic: one product per projection and active expert, however many rows it has."""
+    experts = make_experts(dtype=torch.bfloat16)
+    hidden, ids, weights = make_batch(200, torch.bfloat16, among=7)
+    seen, products = [], []
+
+    def counting_linear(x, weight, groups, **options):
+        seen.append(groups.experts.tolist())
+        assert groups.counts.sum() == ids.numel()
+        return grouped_linear(x, weight, groups, **options)
+
+    def counting_product(x, matrix, **options):
+        products.append(matrix.data_ptr())
+        return linear_float32(x, matrix, **options)
+
+    monkeypatch.setattr("backends.cuda.experts.grouped_linear", counting_linear)
+    monkeypatch.setattr(cpu_linear, "linear_float32", counting_product)
+    run(experts, EXPERTS_IMPLEMENTATION, hidden, ids, weights)
+    assert seen == [list(range(7))] * 2
+    assert len(products) == len(set(products)) == 14  # 86 rows an expert: all are wide
+
+
+def test_group_slots():
+    ids = torch.tensor([[4, 1], [1, 0], [4, 4]])
+    weights = torch.tensor([[0.5, 0.5], [1.0, 0.0], [1.0, 0.0]])
+    groups, order = group_slots(ids, weights, 6)
+    assert order.tolist() == [1, 2, 0, 4]
+    expected = Groups(*map(torch.tensor, ([0, 1, 0, 2], [1, 4], [0, 2], [2, 2])))
+    assert all(torch.equal(found, wanted) for found, wanted in zip(groups, expected, strict=True))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("n", [1, 3, 70])
+def test_widening_in_chunks(monkeypatch, n, transposed):
+    monkeypatch.setattr(cpu_linear, "CHUNK_ROWS", 28)
+    x, matrix = torch.randn(n, D).bfloat16(), torch.randn(D, I).bfloat16()
+    out = linear_float32(x, matrix if transposed else matrix.T.contiguous(), transposed=transposed)
+    assert out.dtype == torch.float32
+    assert error(x.double() @ matrix.double(), out) < (5e-3 if n == 1 else 1e-6)
+
+
+def test_training_goes_through_stock():
+    experts = make_experts()
+    hidden, ids, weights = make_batch(5)
+    with torch.enable_grad():
+        run(experts, EXPERTS_IMPLEMENTATION, hidden, ids, weights).sum().backward()
+    assert experts.down_proj.grad.abs().sum() > 0
+
+
+def test_registering_twice(path):
+    register_experts()
+    register_experts()
+    assert EXPERTS_IMPLEMENTATION in ALL_EXPERTS_FUNCTIONS
+
+
+def test_without_a_compiler(monkeypatch, caplog, path):
+    if path == "torch":
+        pytest.skip("this test takes the kernel away itself")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    cpu_linear._kernel.cache_clear()
+    cpu_linear._has_kernel.cache_clear()
+    try:
+        experts, batch = make_experts(), make_batch(5)
+        with caplog.at_level(logging.WARNING):
+            out = run(experts, EXPERTS_IMPLEMENTATION, *batch)
+            run(experts, EXPERTS_IMPLEMENTATION, *batch)
+        assert error(run(experts, "eager", *batch), out) < 1e-6
+        assert cpu_path().startswith("torch (")
+        assert [record.getMessage().count("install g++") for record in caplog.records] == [1]
+    finally:
+        cpu_linear._kernel.cache_clear()
+        cpu_linear._has_kernel.cache_clear()
+
+
+def test_broken_compiler(monkeypatch, tmp_path, path):
+    if path == "torch":
+        pytest.skip("this test takes the kernel away itself")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "false")
+    cpu_linear._kernel.cache_clear()
+    try:
+        assert cpu_path().startswith("torch (")
+        assert not list(tmp_path.glob("**/*.so"))
+    finally:
+        cpu_linear._kernel.cache_clear()
