@@ -1,6 +1,6 @@
 """The command `base-moe`: one table of subcommands, each in the module that does the work.
 
-A command's module has `DESCRIPTION`, `add_arguments(parser)` and `run(args)`, and is imported only when it is asked for.
+A command's module has `DESCRIPTION`, `add_arguments(parser)` and `run(args)`, and is imported only when asked for.
 """
 
 from __future__ import annotations

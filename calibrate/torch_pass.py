@@ -1,0 +1,104 @@
+"""The dense model over the calibration text, its routed pairs into the statistics.
+
+The model runs through an experts implementation of its own, which hands out each expert's output before the routing
+weight: every routed pair is computed once, and the forward pass stays the dense one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
+
+from backends.cuda.experts import experts_forward
+from backends.cuda.families import find_moe_layers
+from calibrate.statistics import LayerStatistics
+
+CALIBRATION_EXPERTS = "base_calibration"
+
+Batch = tuple[NDArray, NDArray, NDArray]
+"""ids, positions and counted of some rows, see `Sequences`."""
+
+
+class _Finished(Exception):  # noqa: N818
+    """The last layer wanted has been seen: the rest of the forward pass is not needed."""
+
+
+def collecting_experts_forward(self: nn.Module, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The dense forward of an experts module, which also tells its `_base_sink` about every routed pair.
+
+    Args:
+        hidden_states: [T, d].
+        ids: int [T, k].
+        weights: [T, k].
+    """
+    T, k = ids.shape
+    pairs = ids.reshape(-1, 1)
+    alone = torch.ones(pairs.shape, dtype=hidden_states.dtype, device=hidden_states.device)
+    outputs = experts_forward(self, hidden_states.repeat_interleave(k, 0), pairs, alone).view(T, k, -1)
+    sink = getattr(self, "_base_sink", None)
+    if sink is not None:
+        sink(hidden_states, ids, outputs.float().square().sum(-1), weights)
+    return (outputs * weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+
+
+@contextmanager
+def collecting(
+    model: PreTrainedModel, statistics: Mapping[int, LayerStatistics], *, eps: float, weighted: bool
+) -> Iterator[Callable[[Batch], None]]:
+    """Within it, the function it yields runs the model on a batch and adds to the statistics.
+
+    On leaving, also by an exception, the model is as it was before.
+
+    Args:
+        statistics: by layer index; the forward pass ends behind the last of them.
+        eps: added to the energies before the logarithm.
+        weighted: a pair counts by its routing weight; otherwise every pair counts 1.
+    """
+    ExpertsInterface.register(CALIBRATION_EXPERTS, collecting_experts_forward)
+    layers = [layer for layer in find_moe_layers(model) if layer.index in statistics]
+    device = next(model.parameters()).device
+    decoder = model.base_model
+    rows = torch.zeros(0, dtype=torch.bool)
+
+    def sink_for(index: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+        last = index == layers[-1].index
+
+        def sink(z: Tensor, ids: Tensor, energy: Tensor, weights: Tensor) -> None:
+            kept = rows.to(z.device)
+            pair_weights = weights if weighted else torch.ones_like(weights)
+            statistics[index].add(z[kept], ids[kept], energy[kept], pair_weights[kept], eps)
+            if last:
+                raise _Finished
+
+        return sink
+
+    def run(batch: Batch) -> None:
+        nonlocal rows
+        ids, positions, counted = (torch.from_numpy(array).to(device) for array in batch)
+        rows = counted.flatten()
+        try:
+            with torch.inference_mode():
+                # Without a mask and a cache, transformers keeps packed documents apart by their positions.
+                decoder(input_ids=ids, position_ids=positions, use_cache=False)
+        except _Finished:
+            pass
+
+    previous, trained = model.get_experts_implementation(), model.training
+    try:
+        model.eval()
+        model.set_experts_implementation(CALIBRATION_EXPERTS)
+        for layer in layers:
+            layer.experts._base_sink = sink_for(layer.index)  # type: ignore[assignment]
+        yield run
+    finally:
+        for layer in layers:
+            if hasattr(layer.experts, "_base_sink"):
+                del layer.experts._base_sink
+        model.set_experts_implementation(previous)
+        model.train(trained)
