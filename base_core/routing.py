@@ -20,7 +20,7 @@ class RouterRule:
         k: routed experts per row.
         score: `softmax` over all experts, or an independent `sigmoid` for each.
         normalise: `none` keeps the raw scores; `selected` divides them by their sum over the k chosen experts;
-            `softmax_selected` takes the softmax of the k chosen logits and ranks by logits (Mixtral, gpt-oss).
+            `softmax_selected` takes the softmax of the k chosen logits and ranks by logits (gpt-oss).
         scale: factor on the combine weights (`routed_scaling_factor`).
         num_groups: expert groups of the router; 1 means ungrouped.
         top_groups: groups a row may choose from.
