@@ -14,9 +14,12 @@ from importlib.metadata import version
 COMMANDS = {
     "demo": ("calibrate.demo", "the embedded model on held-out prompts: dense against every budget and ranking"),
     "generate": ("calibrate.generate", "batched generation over a file of prompts under a budget"),
+    "chat": ("backends.mlx.chat", "talk to a model on MLX, the budget adjustable while talking"),
+    "serve": ("backends.mlx.server", "OpenAI-compatible server on MLX under a budget"),
     "bench": ("backends.cuda.bench", "decode speed of true-width layers by number of active experts"),
     "calibrate": ("calibrate.calibrate", "fit a predictor for a model on text"),
     "inspect": ("calibrate.inspect", "print the card of a predictor"),
+    "gpu-check": ("backends.cuda.gpu_check", "CUDA kernels against float64, races and layer times, on a GPU"),
 }
 
 
