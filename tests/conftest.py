@@ -1,4 +1,4 @@
-"""One torch thread: the models here are tiny, and two threads that wait for each other on a busy machine take minutes."""
+"""One torch thread: the models are tiny, and two threads waiting for each other on a busy machine take minutes."""
 
 import torch
 
