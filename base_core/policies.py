@@ -310,10 +310,10 @@ def _executed(step: Step, ids: NDArray, weights: NDArray, cost: NDArray) -> Sele
 def _restrict(step: Step, active: NDArray, denominator: Denominator, cost: NDArray) -> Selection:
     """Restricted top-k inside `active`; experts that no row takes up are not read."""
     routing = step.routing
-    native = active[routing.ids].all(1)
+    native = active[routing.ids].all(1, keepdims=True)
     ids, weights = fill_slots(
         "backfill", denominator, routing.scores, routing.ids, routing.weights, active, routing.preference
     )
-    ids = np.where(native[:, None], routing.ids, ids)
-    weights = np.where(native[:, None], routing.weights, weights)
+    ids = np.where(native, routing.ids, ids)
+    weights = np.where(native, routing.weights, weights)
     return _executed(step, ids, weights, cost)
