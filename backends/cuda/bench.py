@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from backends.cuda.cpu_linear import cpu_path
 from backends.cuda.experts import EXPERTS_IMPLEMENTATION, register_experts
 from backends.cuda.families import FAMILIES, find_moe_layers, fingerprint
 from backends.cuda.integration import base_budget
-from backends.cuda.roof import arithmetic_rate, read_bandwidth, seconds
+from backends.cuda.roof import bandwidth_probe, cached_seconds, seconds
 from base_core import Budget, Card, LayerPredictor, Predictor
 from base_core.report import format_table, report_row, write_report
 
@@ -42,6 +42,7 @@ DEFAULT_DTYPE = "bfloat16"
 DEFAULT_REPETITIONS = 15
 DEFAULT_SEED = 0
 INPUTS = 4  # different batches, taken in turn
+PROBES = 5  # reads of memory before the first step
 WEIGHT_STD = 0.02
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -161,21 +162,28 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Roof:
-    """The machine's limits, and what they allow this layer.
+class Limits:
+    """What one layer's experts cannot be faster than on this machine.
 
     Attributes:
-        bytes_per_s: read bandwidth.
-        flops: arithmetic rate with the weights in the cache, by rows an expert.
+        counts: rows of every active expert, one list a layer and batch.
+        reading_ms: its active experts at the measured read bandwidth.
+        arithmetic_ms: the same products with weights that stay in the cache.
     """
 
-    bytes_per_s: float
-    flops: dict[int, float]
+    counts: list[list[int]]
+    reading_ms: float
+    arithmetic_ms: float
 
-    def estimate_ms(self, active: float, pairs: int, expert_bytes: int, expert_size: int) -> tuple[float, float]:
-        """Lower limits of one layer from reading and from arithmetic, for `pairs` row-expert pairs on `active` experts."""
-        rows = min(self.flops, key=lambda n: abs(n - pairs / active))
-        return active * expert_bytes / self.bytes_per_s * 1e3, 2 * pairs * expert_size / self.flops[rows] * 1e3
+    @property
+    def active(self) -> float:
+        """Mean active experts."""
+        return statistics.mean(map(len, self.counts))
+
+    @property
+    def bound_by(self) -> str:
+        """The larger of the two."""
+        return "reading" if self.reading_ms > self.arithmetic_ms else "arithmetic"
 
 
 def random_predictor(stack: RoutedStack, seed: int) -> Predictor:
@@ -195,13 +203,13 @@ def random_predictor(stack: RoutedStack, seed: int) -> Predictor:
     return Predictor(card, fits)
 
 
-def active_experts(stack: RoutedStack, hidden_states: Tensor) -> float:
-    """Distinct experts a layer runs for these rows, mean over the layers."""
-    counts: list[int] = []
+def rows_by_expert(stack: RoutedStack, hidden_states: Tensor) -> list[list[int]]:
+    """How many rows each active expert runs, one list a layer."""
+    counts: list[list[int]] = []
 
     def count(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
         _, ids, weights = args
-        counts.append(len(ids[weights != 0].unique()))
+        counts.append(ids[weights != 0].unique(return_counts=True)[1].tolist())
 
     hooks = [layer.experts.register_forward_pre_hook(count) for layer in find_moe_layers(stack)]
     try:
@@ -209,7 +217,25 @@ def active_experts(stack: RoutedStack, hidden_states: Tensor) -> float:
     finally:
         for hook in hooks:
             hook.remove()
-    return statistics.mean(counts)
+    return counts
+
+
+def find_limits(
+    stack: RoutedStack,
+    predictor: Predictor,
+    variant: Variant,
+    batches: Sequence[Tensor],
+    shape: Shape,
+    bytes_per_s: float,
+) -> Limits:
+    """Runs `variant` once on every batch to see its groups, and times the first of them on cached weights."""
+    device, dtype = batches[0].device, batches[0].dtype
+    with variant.applied(stack, predictor):
+        counts = [layer for batch in batches for layer in rows_by_expert(stack, batch)]
+    expert_bytes = shape.expert_bytes(dtype)
+    reading = statistics.mean(map(len, counts)) * expert_bytes / bytes_per_s
+    arithmetic = cached_seconds(device, dtype, shape.hidden_size, counts[0]) * expert_bytes / dtype.itemsize
+    return Limits(counts, reading * 1e3, arithmetic * 1e3)
 
 
 @dataclass
@@ -228,33 +254,47 @@ class Samples:
 
 
 def measure(
-    stack: RoutedStack, predictor: Predictor, variants: Sequence[Variant], batches: Sequence[Tensor], repetitions: int
-) -> list[Samples]:
-    """Steps every variant in turn on the same rows; the order rotates, so that none always follows the same one."""
+    stack: RoutedStack,
+    predictor: Predictor,
+    variants: Sequence[Variant],
+    batches: Sequence[Tensor],
+    repetitions: int,
+    probe: Callable[[], float],
+) -> tuple[list[Samples], float]:
+    """Steps every variant in turn on the same rows; the order rotates, so that none always follows the same one.
+
+    Returns:
+        What each variant took, and the median read bandwidth between the steps.
+    """
     device = batches[0].device
     routers = [layer.router for layer in find_moe_layers(stack)]
     samples = [Samples([], [], []) for _ in variants]
-    active: dict[tuple[int, int], float] = {}
+    bandwidths = []
     for repetition in tqdm(range(repetitions), desc="steps", leave=False):
         batch = batches[repetition % len(batches)]
+        bandwidths.append(probe())
         for shift in range(len(variants)):
             v = (repetition + shift) % len(variants)
             with variants[v].applied(stack, predictor):
-                key = (v, repetition % len(batches))
-                if key not in active:
-                    active[key] = active_experts(stack, batch)  # warms up as well
-                samples[v].active.append(active[key])
+                # Untimed: the threads of what puts a budget in force still spin during the first step.
+                samples[v].active.append(statistics.mean(map(len, rows_by_expert(stack, batch))))
                 samples[v].seconds.append(seconds(lambda: stack(batch), device))  # noqa: B023
                 samples[v].router_seconds.append(seconds(lambda: [r(batch) for r in routers], device))  # noqa: B023
-    return samples
+    return samples, statistics.median(bandwidths)
 
 
 def to_rows(
-    shape: Shape, batch: int, num_layers: int, dtype: torch.dtype, roof: Roof, results: dict[Variant, Samples]
+    shape: Shape,
+    batch: int,
+    num_layers: int,
+    dtype: torch.dtype,
+    bytes_per_s: float,
+    results: dict[Variant, Samples],
 ) -> list[dict[str, Any]]:
     """Report rows; times are medians over the steps."""
     dense = results[Variant("dense")]
     dense_seconds, dense_router = statistics.median(dense.seconds), statistics.median(dense.router_seconds)
+    stock_seconds = statistics.median(results[Variant("stock")].seconds)
     rows = []
     for variant, samples in results.items():
         step = statistics.median(samples.seconds)
@@ -275,8 +315,9 @@ def to_rows(
                 active_mean=statistics.mean(samples.active),
                 ms_per_step=step * 1e3,
                 gb_per_s=rate / 1e9,
-                roof_fraction=rate / roof.bytes_per_s,
+                roof_fraction=rate / bytes_per_s,
                 ratio_to_dense=dense_seconds / step,
+                ratio_to_stock=stock_seconds / step,
                 layers=num_layers,
                 ms_per_layer=step * 1e3 / num_layers,
                 selection_ms_per_layer=None if selection is None else selection * 1e3 / num_layers,
@@ -286,28 +327,30 @@ def to_rows(
     return rows
 
 
-def print_roof(shape: Shape, roof: Roof, batch: int, unions: dict[str, float], dtype: torch.dtype) -> None:
+def print_limits(batch: int, bytes_per_s: float, limits: dict[str, Limits], pair_flop: int) -> None:
     """Says whether reading or arithmetic bounds this machine, dense and under each budget."""
-    rates = ", ".join(f"{rate / 1e9:.0f} with {n} rows an expert" for n, rate in sorted(roof.flops.items()))
-    print(f"This machine reads {roof.bytes_per_s / 1e9:.1f} GB/s and computes, from the cache, in GFLOP/s: {rates}.")
-    pairs = batch * shape.experts_per_token
-    parameters = 3 * shape.hidden_size * shape.expert_size
-    limits = {
-        name: roof.estimate_ms(active, pairs, shape.expert_bytes(dtype), parameters) for name, active in unions.items()
-    }
     body = [
-        (name, f"{unions[name]:.1f}", f"{read:.2f}", f"{work:.2f}", "reading" if read > work else "arithmetic")
-        for name, (read, work) in limits.items()
-    ]
-    print(f"Limits of one layer, {batch} rows:")
-    print(format_table([("", "experts", "reading ms", "arithmetic ms", "bound by"), *body]))
-    read, work = limits["dense"]
-    if read > work:
-        print(f"Dense decoding is bandwidth-bound: fewer experts can make it up to {read / work:.1f} times faster.")
-    else:
-        print(
-            "Dense decoding is compute-bound here: every row runs as many experts as before, so a budget gains little."
+        (
+            label,
+            f"{limit.active:.1f}",
+            f"{limit.reading_ms:.2f}",
+            f"{limit.arithmetic_ms:.2f}",
+            f"{sum(limit.counts[0]) * pair_flop / limit.arithmetic_ms / 1e6:.0f}",
+            limit.bound_by,
         )
+        for label, limit in limits.items()
+    ]
+    print(f"This machine reads {bytes_per_s / 1e9:.1f} GB/s. What limits one layer's experts with {batch} rows:")
+    print(format_table([("", "experts", "reading ms", "arithmetic ms", "GFLOP/s", "bound by"), *body]))
+    dense = limits["dense"]
+    floor = min(max(limit.reading_ms, limit.arithmetic_ms) for limit in limits.values())
+    print(f"Dense decoding is bound by {dense.bound_by}.", end=" ")
+    if dense.bound_by == "arithmetic":
+        print("A budget gains little: every row runs as many experts as before.")
+    else:
+        print(f"These budgets can gain a factor of {dense.reading_ms / floor:.1f} at most.")
+    if any(limit.bound_by == "arithmetic" for limit in limits.values()):
+        print("Where arithmetic binds, reading still fewer experts gains nothing more.")
 
 
 def print_rows(rows: Sequence[dict[str, Any]]) -> None:
@@ -321,6 +364,7 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
         "GB/s",
         "roof",
         "x dense",
+        "x stock",
         "selection ms",
         "of dense",
     )
@@ -334,6 +378,7 @@ def print_rows(rows: Sequence[dict[str, Any]]) -> None:
             f"{row['gb_per_s']:.1f}",
             f"{100 * row['roof_fraction']:.0f} %",
             f"{row['ratio_to_dense']:.2f}",
+            f"{row['ratio_to_stock']:.2f}",
             "-" if row["selection_ms_per_layer"] is None else f"{row['selection_ms_per_layer']:.2f}",
             "-" if row["selection_share_of_dense"] is None else f"{100 * row['selection_share_of_dense']:.1f} %",
         )
@@ -400,28 +445,25 @@ def run(args: argparse.Namespace) -> None:
 
     gigabytes = args.layers * shape.num_experts * shape.expert_bytes(dtype) / 1e9
     print(
-        f"{shape.name}: {args.layers} layers, {gigabytes:.1f} GB of {args.dtype} experts, {args.batch} rows, on {device}"
+        f"{shape.name}: {args.layers} layers, {gigabytes:.1f} GB of {args.dtype} experts on {device}; {args.batch} rows"
     )
     stack = RoutedStack(shape, args.layers, dtype, device)
     predictor = random_predictor(stack, args.seed)
     batches = [torch.randn(args.batch, shape.hidden_size, dtype=dtype, device=device) for _ in range(INPUTS)]
     variants = [Variant("stock"), Variant("dense"), *(Variant("base", budget) for budget in budgets)]
 
-    unions = {}
-    for variant in variants[1:]:
-        with variant.applied(stack, predictor):
-            unions[variant.label] = statistics.mean(active_experts(stack, batch) for batch in batches)
-    pairs = args.batch * shape.experts_per_token
-    rows_per_expert = sorted({max(1, round(pairs / union)) for union in unions.values()})
-    rates = {n: arithmetic_rate(device, dtype, shape.hidden_size, n) for n in rows_per_expert}
-    roof = Roof(read_bandwidth(device), rates)
-    print_roof(shape, roof, args.batch, unions, dtype)
+    probe = bandwidth_probe(device)
+    bytes_per_s = statistics.median(probe() for _ in range(PROBES))
+    limits = {v.label: find_limits(stack, predictor, v, batches, shape, bytes_per_s) for v in variants[1:]}
+    pair_flop = 2 * shape.expert_bytes(dtype) // dtype.itemsize
+    print_limits(args.batch, bytes_per_s, limits, pair_flop)
     path = cpu_path() if device.type == "cpu" else "grouped_mm"
     print(f"Experts run through: {path}; threads: {torch.get_num_threads()}\n")
 
-    samples = measure(stack, predictor, variants, batches, args.repetitions)
-    rows = to_rows(shape, args.batch, args.layers, dtype, roof, dict(zip(variants, samples, strict=True)))
+    samples, bytes_per_s = measure(stack, predictor, variants, batches, args.repetitions, probe)
+    rows = to_rows(shape, args.batch, args.layers, dtype, bytes_per_s, dict(zip(variants, samples, strict=True)))
     print_rows(rows)
+    print(f"The roof is the median read bandwidth between the steps: {bytes_per_s / 1e9:.1f} GB/s.")
     if args.json:
         settings = {
             **{name: getattr(args, name) for name in ("layers", "batch", "device", "dtype", "repetitions", "seed")},
@@ -429,7 +471,10 @@ def run(args: argparse.Namespace) -> None:
             "shape": asdict(shape),
             "threads": torch.get_num_threads(),
             "experts_path": path,
-            "roof_gb_per_s": roof.bytes_per_s / 1e9,
-            "gflops_by_rows_per_expert": {str(n): rate / 1e9 for n, rate in roof.flops.items()},
+            "roof_gb_per_s": bytes_per_s / 1e9,
+            "limits": {
+                label: {"reading_ms": limit.reading_ms, "arithmetic_ms": limit.arithmetic_ms}
+                for label, limit in limits.items()
+            },
         }
         write_report(args.json, rows, settings)

@@ -6,6 +6,7 @@ have rows, but multiplies bfloat16 on a CPU so slowly that reading fewer experts
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
@@ -37,19 +38,15 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
-def group_slots(ids: Tensor, weights: Tensor, num_experts: int) -> tuple[Groups, Tensor]:
-    """Sorts the slots [T, k] by expert: the groups, and for each of their rows its flat slot, int64 [S].
-
-    Slots of weight 0 are left out. Within a group, rows ascend.
-    """
-    slots = ids.masked_fill(weights == 0, num_experts).flatten()
-    order = slots.argsort(stable=True)
-    counts = slots.bincount(minlength=num_experts + 1)[:num_experts]
-    experts = counts.nonzero().squeeze(1)
+def group_slots(ids: Tensor, weights: Tensor, num_experts: int) -> Groups:
+    """Sorts the slots [T, k] by expert, leaving out those of weight 0. Within a group rows ascend."""
+    wanted = np.where((weights == 0).numpy(), num_experts, ids.numpy()).ravel()
+    order = wanted.argsort(kind="stable")
+    counts = np.bincount(wanted, minlength=num_experts + 1)[:num_experts]
+    experts = counts.nonzero()[0]
     counts = counts[experts]
-    ends = counts.cumsum(0)
-    order = order[: int(counts.sum())]
-    return Groups(order // ids.shape[1], experts, ends - counts, counts), order
+    slots = order[: counts.sum()]
+    return Groups(slots // ids.shape[1], slots, experts, counts.cumsum() - counts, counts)
 
 
 def _runs_on_cpu(self: nn.Module, hidden_states: Tensor) -> bool:
@@ -70,25 +67,24 @@ def _up_projection(self: nn.Module) -> Tensor:
 
 def _experts_on_cpu(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Rounds to the weights' dtype where the stock implementations do, so that bfloat16 outputs agree with theirs."""
-    up = _up_projection(self)
-    groups, order = group_slots(ids, weights, self.num_experts)
-    biases = [None, None]
+    groups = group_slots(ids, weights, self.num_experts)
+    if not len(groups.experts):
+        return torch.zeros_like(hidden_states)
+    up, up_bias = _up_projection(self), None
+    down_bias = None
     if self.has_bias:
-        expert_of_row = groups.experts.repeat_interleave(groups.counts)
-        up_bias = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
-        biases = [up_bias[expert_of_row], self.down_proj_bias[expert_of_row]]
+        # A slot that is left out borrows a bias; its own may be of an expert that is not to be read.
+        biased = ids.masked_fill(weights == 0, int(groups.experts[0])).flatten()
+        up_bias = (self.gate_up_proj_bias if self.has_gate else self.up_proj_bias)[biased]
+        down_bias = self.down_proj_bias[biased]
 
     def project(x: Tensor, weight: Tensor, groups: Groups, bias: Tensor | None) -> Tensor:
-        y = grouped_linear(x.to(weight.dtype), weight, groups, transposed=self.is_transposed).to(weight.dtype)
+        y = grouped_linear(x.to(weight.dtype), weight, groups, ids.numel(), transposed=self.is_transposed)
         return y if bias is None else y.add_(bias)
 
-    inner = project(hidden_states, up, groups, biases[0])  # [S, 2I]
-    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)  # [S, I]
-    own_rows = groups._replace(rows=torch.arange(len(order)))
-    y = project(inner, self.down_proj, own_rows, biases[1])  # [S, d]
+    inner = project(hidden_states, up, groups, up_bias)  # [T * k, 2I]
+    inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)  # [T * k, I]
+    y = project(inner, self.down_proj, groups._replace(rows=groups.slots), down_bias)  # [T * k, d]
     if self.has_post_expert_norm:
         y = self.post_expert_norm(y)
-    y = y * weights.flatten()[order].unsqueeze(1)
-    out = y.new_zeros(ids.numel(), y.shape[1])
-    out[order] = y
-    return out.view(*ids.shape, -1).sum(1).to(hidden_states.dtype)
+    return (y.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)

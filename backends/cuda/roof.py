@@ -1,11 +1,12 @@
-"""What this machine can do: how fast it reads memory, and how fast it multiplies when the weights are in the cache."""
+"""What this machine can do: how fast it reads memory, and how fast it multiplies what is in the cache."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,26 +32,31 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second when every thread reads a buffer that no cache holds: the best of several repetitions and sums."""
+def bandwidth_probe(device: torch.device) -> Callable[[], float]:
+    """A function that reads a buffer which no cache holds, with every thread, and returns bytes a second."""
     buffer = torch.ones(READ_BYTES // 8, dtype=torch.int64, device=device)
-    views = (buffer, buffer.view(torch.float32))
-    return READ_BYTES / min(seconds(view.sum, device) for view in views for _ in range(REPETITIONS))
+    views = (buffer, buffer.view(torch.float32))  # neither sum is the faster one on every CPU
+    return lambda: READ_BYTES / min(seconds(view.sum, device) for view in views)
 
 
-def arithmetic_rate(device: torch.device, dtype: torch.dtype, hidden_size: int, rows: int) -> float:
-    """FLOP a second of `rows` rows times a matrix [N, hidden_size] that stays in the cache, as the experts compute it."""
-    N = max(64, CACHED_BYTES // (hidden_size * dtype.itemsize))
+def cached_seconds(device: torch.device, dtype: torch.dtype, hidden_size: int, counts: Sequence[int]) -> float:
+    """Seconds a matrix element for groups of `counts` rows, when the matrix that all of them meet is in the cache.
+
+    What multiplies is what multiplies the experts, so that the rest of their time is waiting for memory.
+    """
+    N = max(64, CACHED_BYTES // (hidden_size * dtype.itemsize) // 64 * 64)
     matrix = torch.ones(1, N, hidden_size, dtype=dtype, device=device)
-    x = torch.ones(rows, hidden_size, dtype=dtype, device=device)
-    work = _product(x, matrix)
+    x = torch.ones(sum(counts), hidden_size, dtype=dtype, device=device)
+    if device.type == "cpu":
+        rows, sizes = np.arange(len(x)), np.asarray(counts, np.int64)
+        groups = Groups(rows, rows, np.zeros_like(sizes), sizes.cumsum() - sizes, sizes)
+
+        def work() -> Tensor:
+            return grouped_linear(x, matrix, groups, len(x))
+    else:
+
+        def work() -> Tensor:
+            return x @ matrix[0].T
+
     work()
-    return 2 * rows * matrix.numel() / statistics.median(seconds(work, device) for _ in range(5 * REPETITIONS))
-
-
-def _product(x: Tensor, matrix: Tensor) -> Callable[[], Tensor]:
-    if x.device.type != "cpu":
-        return lambda: x @ matrix[0].T
-    one, zero = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    groups = Groups(torch.arange(len(x)), zero, zero, one * len(x))
-    return lambda: grouped_linear(x, matrix, groups)
+    return statistics.median(seconds(work, device) for _ in range(REPETITIONS)) / matrix.numel()

@@ -10,11 +10,11 @@ from transformers import AutoConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from backends.cuda import cpu_linear
-from backends.cuda.cpu_linear import Groups, cpu_path, grouped_linear, linear_float32
+from backends.cuda.cpu_linear import cpu_path, grouped_linear, linear_float32
 from backends.cuda.experts import EXPERTS_IMPLEMENTATION, group_slots, register_experts
 from backends.cuda.families import FAMILIES
 
-D, I, E, K = 64, 96, 12, 3
+D, I, E, K = 64, 96, 12, 3  # noqa: E741 -- as the shapes are called
 WIDTHS = {"hidden_size": D, "moe_intermediate_size": I, "num_experts": E, "num_experts_per_tok": K}
 OVERRIDES = {
     "mixtral": {"intermediate_size": I, "num_local_experts": E},
@@ -154,10 +154,10 @@ def test_input_need_not_be_contiguous(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_weights_need_not_be_aligned(dtype):
     weight = torch.randn(E * I * D + 1).to(dtype)[1:].view(E, I, D)
-    groups, _ = group_slots(torch.tensor([[3, 5]]), torch.ones(1, 2), E)
+    groups = group_slots(torch.tensor([[3, 5]]), torch.ones(1, 2), E)
     x = torch.randn(1, D).to(dtype)
     expected = torch.stack([weight[3] @ x[0], weight[5] @ x[0]])
-    assert error(expected, grouped_linear(x, weight, groups)) < 1e-2
+    assert error(expected, grouped_linear(x, weight, groups, 2)) < 1e-2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -200,13 +200,13 @@ def test_concurrent_callers():
 def test_each_active_expert_is_multiplied_once(monkeypatch):
     """A step's traffic: one product per projection and active expert, however many rows it has."""
     experts = make_experts(dtype=torch.bfloat16)
-    hidden, ids, weights = make_batch(200, torch.bfloat16, among=7)
+    hidden, ids, weights = make_batch(400, torch.bfloat16, among=7)
     seen, products = [], []
 
-    def counting_linear(x, weight, groups, **options):
+    def counting_linear(x, weight, groups, num_slots, **options):
         seen.append(groups.experts.tolist())
         assert groups.counts.sum() == ids.numel()
-        return grouped_linear(x, weight, groups, **options)
+        return grouped_linear(x, weight, groups, num_slots, **options)
 
     def counting_product(x, matrix, **options):
         products.append(matrix.data_ptr())
@@ -216,16 +216,70 @@ def test_each_active_expert_is_multiplied_once(monkeypatch):
     monkeypatch.setattr(cpu_linear, "linear_float32", counting_product)
     run(experts, EXPERTS_IMPLEMENTATION, hidden, ids, weights)
     assert seen == [list(range(7))] * 2
-    assert len(products) == len(set(products)) == 14  # 86 rows an expert: all are wide
+    assert len(products) == len(set(products)) == 14  # about 170 rows an expert: all are wide
+
+
+@needs_kernel
+def test_kernel_reads_each_matrix_of_a_group_once(path):
+    """Every group of at most WIDE_ROWS rows is one group of one kernel call."""
+    if path == "torch":
+        pytest.skip("the kernel is what is tested")
+    calls = []
+
+    class Library:
+        @staticmethod
+        def grouped_linear_bfloat16(*args):
+            calls.append(args[9])
+
+    hidden, ids, weights = make_batch(64, torch.bfloat16, among=7)
+    groups = group_slots(ids, weights, E)
+    weight = torch.randn(E, I, D).bfloat16()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_linear, "_kernel", Library)
+        patch.setattr(cpu_linear, "_has_kernel", lambda: True)
+        grouped_linear(hidden, weight, groups, ids.numel())
+    assert calls == [7]
 
 
 def test_group_slots():
     ids = torch.tensor([[4, 1], [1, 0], [4, 4]])
     weights = torch.tensor([[0.5, 0.5], [1.0, 0.0], [1.0, 0.0]])
-    groups, order = group_slots(ids, weights, 6)
-    assert order.tolist() == [1, 2, 0, 4]
-    expected = Groups(*map(torch.tensor, ([0, 1, 0, 2], [1, 4], [0, 2], [2, 2])))
-    assert all(torch.equal(found, wanted) for found, wanted in zip(groups, expected, strict=True))
+    groups = group_slots(ids, weights, 6)
+    assert {name: field.tolist() for name, field in groups._asdict().items()} == {
+        "rows": [0, 1, 0, 2],
+        "slots": [1, 2, 0, 4],
+        "experts": [1, 4],
+        "starts": [0, 2],
+        "counts": [2, 2],
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("N", [4, 100, 192])
+@pytest.mark.parametrize("size", [32, 1024, 2080])
+def test_every_tile_of_the_kernel(dtype, N, size):
+    """All counts of rows up to the widest group and beyond, in panels and blocks that do not divide evenly."""
+    counts = [*range(1, 20), 95, 96, 97]
+    ids = torch.repeat_interleave(torch.tensor(counts)).unsqueeze(1)
+    ids = ids[torch.randperm(len(ids))]
+    x, weight = torch.randn(len(ids), size).to(dtype), torch.randn(len(counts), N, size).to(dtype)
+    out = grouped_linear(x, weight, group_slots(ids, torch.ones(ids.shape), len(counts)), len(ids))
+    exact = torch.stack([weight[e].double() @ row for e, row in zip(ids.flatten(), x.double(), strict=True)])
+    assert out.dtype == dtype
+    assert error(exact, out) < (1e-6 if dtype == torch.float32 else 2.5e-3)  # bfloat16: one rounding of the result
+
+
+def test_rounding_and_special_values():
+    weight = torch.zeros(1, 8, 32, dtype=torch.bfloat16)
+    values = torch.tensor([1.0, 1 + 2**-8, 1 + 3 * 2**-8, torch.inf, -torch.inf, torch.nan, -0.0, 3.0e38])
+    x = torch.zeros(1, 32, dtype=torch.bfloat16)
+    x[0, :2] = 1.0
+    weight[0, :, 0] = values  # the odd 2**-8 comes from a second product
+    weight[0, 1, 1] = weight[0, 2, 1] = 2**-8
+    weight[0, 1, 0], weight[0, 2, 0] = 1.0, 1 + 2**-7
+    out = grouped_linear(x, weight, group_slots(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), 1), 1)
+    expected = (weight[0, :, :2].float().sum(-1)).bfloat16()
+    torch.testing.assert_close(out[0], expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
