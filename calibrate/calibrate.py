@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ def plan_passes(layers: Sequence[int], layer_bytes: int, memory: int) -> list[tu
         )
     first = len(layers) % size
     bounds = [0, *range(first or size, len(layers) + 1, size)]
-    return [tuple(layers[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [tuple(layers[a:b]) for a, b in pairwise(bounds)]
 
 
 def calibrate_model(
@@ -107,8 +108,8 @@ def calibrate_model(
     Args:
         model: of a family in `backends.cuda.families`, on its device.
         sequences: see `calibrate.text`.
-        partial: file for checkpoints. If it exists the calibration goes on from it, and gives what an uninterrupted one
-            would have given, bit for bit; the caller removes it when the result is safe.
+        partial: file for checkpoints. If it exists the calibration goes on from it and gives what an uninterrupted one
+            would have given, bit for bit with the same number of threads. The caller removes it in the end.
         progress: shows a bar with tokens/s and the time left.
 
     Raises:
@@ -187,10 +188,10 @@ class _Work:
         return {
             "model": self.origin.model_id,
             "revision": self.origin.model_revision,
-            "routers": [list(self.fingerprint[i]) for i in self.layers],
             "model dtype": str(self.model.dtype).removeprefix("torch."),
             "device": next(self.model.parameters()).device.type,
             **data_identity(self.sequences, self.origin, self.settings),
+            "routers": [list(self.fingerprint[i]) for i in self.layers],
         }
 
     def resume(self) -> None:
@@ -400,11 +401,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=float,
         metavar="GB",
-        help=(
-            f"for statistics; less means more passes, the same result (default: {MEMORY_SHARE:.0%} of what is free)".replace(
-                "%", "%%"
-            )
-        ),
+        help=(f"for statistics; less means more passes, the same result (default: {MEMORY_SHARE * 100:.0f}%% of free)"),
     )
     parser.add_argument("--batch-tokens", type=int, default=DEFAULT_BATCH_TOKENS, metavar="N", help="of a forward pass")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
@@ -538,9 +535,13 @@ def _load_config(reference: str, revision: str | None) -> Any:
 
 def _load_tokenizer(reference: str, revision: str | None) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(reference, revision=revision)
+        tokenizer = AutoTokenizer.from_pretrained(reference, revision=revision)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         raise ValueError(f"--model {reference!r} has no usable tokenizer: {_first_line(error)}") from error
+    # Without tokenizer files transformers builds an empty one.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ValueError(f"--model {reference!r} has no tokenizer: put its tokenizer files beside config.json")
+    return tokenizer
 
 
 def _load_model(reference: str, revision: str | None, dtype: str) -> PreTrainedModel:

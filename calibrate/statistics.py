@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -142,9 +141,10 @@ def write_checkpoint(path: Path, state: Mapping[str, Any], tensors: Mapping[str,
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # A fixed name: what a killed process left behind is overwritten by the next checkpoint.
+    temporary = path.with_name(f".{path.name}.new")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for tensor in tensors.values():
                 file.write(tensor.detach().cpu().contiguous().numpy().data)
@@ -152,7 +152,7 @@ def write_checkpoint(path: Path, state: Mapping[str, Any], tensors: Mapping[str,
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from backends.cuda.experts import experts_forward
 from backends.cuda.families import find_moe_layers
@@ -43,8 +44,29 @@ def collecting_experts_forward(self: nn.Module, hidden_states: Tensor, ids: Tens
     outputs = experts_forward(self, hidden_states.repeat_interleave(k, 0), pairs, alone).view(T, k, -1)
     sink = getattr(self, "_base_sink", None)
     if sink is not None:
-        sink(hidden_states, ids, outputs.float().square().sum(-1), weights)
+        norm = torch.linalg.vector_norm(outputs, dim=-1, dtype=torch.float32)
+        sink(hidden_states, ids, norm.square(), weights)
     return (outputs * weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+
+
+def _packed_mask(decoder: nn.Module, ids: Tensor, positions: Tensor) -> dict[str, Tensor] | None:
+    """The attention mask that keeps packed documents apart.
+
+    Without a mask and a cache transformers' decoders make it from the positions; only gpt_oss does not look at them.
+    """
+    if decoder.config.model_type != "gpt_oss":
+        return None
+    inputs = {
+        "config": decoder.config,
+        "inputs_embeds": decoder.get_input_embeddings()(ids),
+        "attention_mask": None,
+        "cache": None,
+        "position_ids": positions,
+    }
+    return {
+        "full_attention": create_causal_mask(**inputs),
+        "sliding_attention": create_sliding_window_causal_mask(**inputs),
+    }
 
 
 @contextmanager
@@ -84,8 +106,8 @@ def collecting(
         rows = counted.flatten()
         try:
             with torch.inference_mode():
-                # Without a mask and a cache, transformers keeps packed documents apart by their positions.
-                decoder(input_ids=ids, position_ids=positions, use_cache=False)
+                mask = _packed_mask(decoder, ids, positions)
+                decoder(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)
         except _Finished:
             pass
 
