@@ -44,6 +44,7 @@ DEFAULT_SEED = 0
 INPUTS = 4  # different batches, taken in turn
 PROBES = 5  # reads of memory before the first step
 WEIGHT_STD = 0.02
+WARM_UP_SECONDS = 0.12
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -276,11 +277,18 @@ def measure(
         for shift in range(len(variants)):
             v = (repetition + shift) % len(variants)
             with variants[v].applied(stack, predictor):
-                # Untimed: the threads of what puts a budget in force still spin during the first step.
                 samples[v].active.append(statistics.mean(map(len, rows_by_expert(stack, batch))))
+                warm_up(stack, batch, device)
                 samples[v].seconds.append(seconds(lambda: stack(batch), device))  # noqa: B023
                 samples[v].router_seconds.append(seconds(lambda: [r(batch) for r in routers], device))  # noqa: B023
     return samples, statistics.median(bandwidths)
+
+
+def warm_up(stack: RoutedStack, batch: Tensor, device: torch.device) -> None:
+    """Untimed steps: the threads of what puts a budget in force still spin during the first ones."""
+    spent = 0.0
+    while spent < WARM_UP_SECONDS:
+        spent += seconds(lambda: stack(batch), device)
 
 
 def to_rows(

@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 # Groups of more rows than this are a matrix product of torch's, on a copy of the matrix widened to float32.
 WIDE_ROWS = 96
 # From this many rows on, widening a bfloat16 matrix costs torch less than multiplying it as it is.
-WIDEN_ROWS = 3
-# From here on rows are padded to a multiple of 16, for which torch's float32 product is up to twice as fast.
-PAD_ROWS, PAD_MULTIPLE = 5, 16
+WIDEN_ROWS = 5
+# Rows are then padded to a multiple of this, for which torch's float32 product is up to twice as fast.
+PAD_MULTIPLE = 16
 # Matrix rows widened at a time: the copy stays in the cache.
 CHUNK_ROWS = 256
 # The kernel takes matrices of whole tiles only.
@@ -222,31 +222,31 @@ def grouped_linear(x: Tensor, weight: Tensor, groups: Groups, num_slots: int, *,
         wide = groups.counts > WIDE_ROWS
         _run_kernel(x, weight, groups, ~wide, out)
     rows, slots = torch.from_numpy(groups.rows), torch.from_numpy(groups.slots)
+    chunk = torch.empty(CHUNK_ROWS if wide.any() else 0, weight.shape[2])
     for expert, start, count in zip(groups.experts[wide], groups.starts[wide], groups.counts[wide], strict=True):
         group = slice(start, start + count)
-        product = linear_float32(x[rows[group]], weight[expert], transposed=transposed)
+        product = linear_float32(x[rows[group]], weight[expert], chunk, transposed=transposed)
         out[slots[group]] = product.to(out.dtype)
     return out
 
 
-def linear_float32(x: Tensor, matrix: Tensor, *, transposed: bool = False) -> Tensor:
+def linear_float32(x: Tensor, matrix: Tensor, chunk: Tensor, *, transposed: bool = False) -> Tensor:
     """The twin of the kernel for one matrix: x [n, K] times [N, K] (or [K, N] if `transposed`), float32 [n, N].
 
     A bfloat16 matrix is widened a chunk at a time, which torch multiplies up to 5 times faster than bfloat16 itself on
-    a CPU without such units.
+    a CPU without such units. `chunk`, float32 [any, columns of the matrix], is where.
     """
     n = len(x)
-    if matrix.dtype == torch.float32 or n < WIDEN_ROWS or _has_bfloat16_units():
+    few = n < WIDEN_ROWS and not transposed
+    if matrix.dtype == torch.float32 or few or _has_bfloat16_units():
         return (x @ matrix if transposed else functional.linear(x, matrix)).float()
-    padding = -n % PAD_MULTIPLE if n >= PAD_ROWS else 0
+    padding = -n % PAD_MULTIPLE
     columns = functional.pad(x.float(), (0, 0, 0, padding)).T  # [K, n]
     N = matrix.shape[1 if transposed else 0]
     out = torch.zeros(N, n + padding) if transposed else torch.empty(N, n + padding)
-    buffer = torch.empty(min(CHUNK_ROWS, len(matrix)), matrix.shape[1])
-    for start in range(0, len(matrix), CHUNK_ROWS):
-        chunk = matrix[start : start + CHUNK_ROWS]
-        widened = buffer[: len(chunk)].copy_(chunk)
-        span = slice(start, start + len(chunk))
+    for start in range(0, len(matrix), len(chunk)):
+        span = slice(start, min(start + len(chunk), len(matrix)))
+        widened = chunk[: span.stop - start].copy_(matrix[span])
         if transposed:
             out.addmm_(widened.T, columns[span])
         else:

@@ -148,6 +148,17 @@ def test_model_is_restored_after_an_exception():
     assert not any(hasattr(module, "_base_sink") for module in model.modules())
 
 
+def test_layers_behind_the_last_one_are_not_run():
+    model, sequences = make_model(), make_sequences()
+    first, last = find_moe_layers(model)
+    calls = []
+    for layer in (first, last):
+        layer.router.register_forward_hook(lambda *_, i=layer.index: calls.append(i))
+    with collecting(model, {0: empty_statistics(model)[0]}, eps=EPS, weighted=True) as run:
+        run((sequences.ids, sequences.positions, sequences.counted))
+    assert calls == [0]
+
+
 def test_filling_does_not_count():
     """The last row is filled with token 0; whatever stands there changes nothing."""
     model, sequences = make_model(), make_sequences([10, 11], length=16)
