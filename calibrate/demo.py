@@ -22,11 +22,11 @@ from base_core.report import format_table, report_row, wilson_interval, write_re
 
 DEFAULT_PROMPTS = 960
 DEFAULT_BATCH = 16
-DEFAULT_BUDGETS = "2,4,6,8,12"
+DEFAULT_BUDGETS = "4,6,8,12"
 MODEL = "embedded/qwen3_moe"
 UNION_BATCHES = (1, 4, 16, 64)
 UNION_PROMPTS = 64
-TIMED_BATCHES = 4
+TIMED_BATCHES = 2
 MAX_ANSWER_TOKENS = 12
 DESCRIPTION = "The embedded model on held-out prompts: accuracy, active experts and energy kept, dense and by budget."
 
@@ -71,7 +71,7 @@ class Answerer:
         return base_budget(self.model, self.predictor, budget, ranking=ranking, measure=measure)
 
     def tokens_per_s(
-        self, runs: Sequence[Run], prompts: Sequence[str], batch: int, repeats: int = 3
+        self, runs: Sequence[Run], prompts: Sequence[str], batch: int, repeats: int = 2
     ) -> list[tuple[float, float]]:
         """Speed of each run's policy without measurement, the policies in turn: tokens/s and ms per decode step."""
         best = [(0.0, 0.0)] * len(runs)
