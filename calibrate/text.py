@@ -139,8 +139,9 @@ def pack(documents: Iterable[tuple[list[int], list[bool]]], length: int, tokens:
     """
     flat: list[list[int]] = [[], [], []]  # ids, positions, counted
     for ids, counted in documents:
-        for column, values in zip(flat, (ids, range(len(ids)), counted), strict=True):
-            column.extend(values)
+        flat[0].extend(ids)
+        flat[1].extend(range(len(ids)))
+        flat[2].extend(counted)
         if len(flat[0]) >= tokens:
             break
     total = min(tokens, len(flat[0]))
