@@ -37,8 +37,9 @@ def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def _checksum(card: dict, tensors: dict[str, bytes]) -> str:
-    digest = hashlib.sha256(json.dumps(card, sort_keys=True).encode())
+def checksum(document: dict, tensors: dict[str, bytes]) -> str:
+    """SHA-256 over a JSON document and tensors."""
+    digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(name.encode() + b"\0" + tensors[name])
     return digest.hexdigest()
@@ -60,7 +61,7 @@ def save_predictor(
         for name in TENSORS:
             array = np.ascontiguousarray(getattr(layer, name), np.float32)
             arrays[f"layers.{i}.{name}"] = to_bfloat16(array) if name == "weight" and dtype == "bfloat16" else array
-    card[CHECKSUM] = _checksum(card, {name: array.tobytes() for name, array in arrays.items()})
+    card[CHECKSUM] = checksum(card, {name: array.tobytes() for name, array in arrays.items()})
     specs = {name: _spec(array) for name, array in arrays.items()}
     # One key only: safetensors writes several in no fixed order, and one predictor must always give the same bytes.
     write_atomically(path, bytes(serialize(specs, metadata={CARD_KEY: json.dumps(card, sort_keys=True)})))
@@ -72,7 +73,8 @@ def _spec(array: NDArray) -> TensorSpec:
     return TensorSpec(dtype=stored, shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes)
 
 
-def _metadata(content: bytes) -> dict[str, str]:
+def read_metadata(content: bytes) -> dict[str, str]:
+    """The metadata of a safetensors file in memory; ValueError when it has no whole header."""
     length = int.from_bytes(content[:8], "little")
     return json.loads(content[8 : 8 + length]).get("__metadata__", {})
 
@@ -85,7 +87,7 @@ def read_predictor(content: bytes, name: str) -> Predictor:
     """
     try:
         stored = dict(deserialize(content))
-        metadata = _metadata(content)
+        metadata = read_metadata(content)
     except (SafetensorError, ValueError) as error:
         raise PredictorError(f"{name} is no whole safetensors file ({error}): copy or calibrate it again") from error
     if CARD_KEY not in metadata:
@@ -93,10 +95,10 @@ def read_predictor(content: bytes, name: str) -> Predictor:
     data = {key: bytes(tensor["data"]) for key, tensor in stored.items()}
     try:
         document = json.loads(metadata[CARD_KEY])
-        checksum = document.pop(CHECKSUM, None)
+        found = document.pop(CHECKSUM, None)
     except (ValueError, AttributeError) as error:
         raise PredictorError(f"{name} is damaged: its card is no JSON object; copy or calibrate it again") from error
-    if checksum != _checksum(document, data):
+    if found != checksum(document, data):
         raise PredictorError(f"{name} is damaged: its {CHECKSUM} does not match; copy or calibrate it again")
     try:
         card = Card.from_document(document)

@@ -6,9 +6,10 @@
 | oracle | removal cost, true energy | budget | backfill | native | none, but every expert runs |
 | static_energy | removal cost, mean energy | budget | backfill | native | predictor file |
 | squared_weight, weight_sum, top1_union | router weights | budget | backfill | native | none |
+| top_k | router weights | union of each row's first k | drop | renormalise | none |
 | oea | none | union of each row's first k0 | backfill | renormalise | none |
 | sere | none | union of each row's first S, and what resembles none of it | substitute | native | similarity |
-| lynx | votes by affinity bin | union of each row's anchor | backfill | renormalise | none |
+| lynx | votes by affinity bin | union of each row's anchor, then optionally the budget | backfill | renormalise | none |
 | exfold | weight x mean norm | budget | fold | scaled | norms, scalars, losses |
 | xshare | score sum | first k0 of each row, then the budget | backfill | renormalise | none |
 
@@ -37,7 +38,8 @@ class RivalCalibration:
         similarity: float [E, E], symmetric, diagonal 1 (SERE).
         norm: float [E], mean ||E_e(z)|| over routed tokens (ExFold).
         fold_scalar: float [E, E], factor c(source -> target) (ExFold).
-        fold_loss: float [E, E], relative loss of folding source onto target, infinite on the diagonal (ExFold).
+        fold_loss: float [E, E], relative loss of folding source onto target, finite; above any other where the pair was
+            never seen together, and on the diagonal (ExFold).
     """
 
     similarity: NDArray | None = None
@@ -100,14 +102,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Oea:
-    """Opportunistic Expert Activation, simplified form (2511.02237): `k0` experts of each row are sure to run."""
+    """Opportunistic Expert Activation, simplified form (2511.02237): `k0` experts of each row are sure to run.
+
+    The authors renormalise over what a row executes; models with raw weights are not among theirs, so the `denominator`
+    is a switch.
+    """
 
     k0: int = 4
+    denominator: Denominator = "renormalise"
 
     def __call__(self, step: Step, budget: Budget) -> Selection:
         _in_range("oea", "k0", self.k0, 1, step.k)
         active = step.members(step.ranked_ids[:, : self.k0])
-        return _restrict(step, active, "renormalise", np.zeros(step.num_experts, np.float32))
+        return _restrict(step, active, self.denominator, np.zeros(step.num_experts, np.float32))
 
 
 @dataclass(frozen=True)
@@ -125,14 +132,7 @@ class Sere:
         _in_range("sere", "primary", self.primary, 1, step.k)
         (similarity,) = step.calibration.require("sere", "similarity")
         primaries = step.members(step.ranked_ids[:, : self.primary])
-        ids = step.routing.ids
-        if not primaries.any():
-            return _untouched(step)
-        among = np.where(primaries, similarity, -np.inf)
-        nearest = among.argmax(1)
-        critical = among.max(1) < self.threshold if self.threshold > 0 else np.zeros(step.num_experts, bool)
-        moved = np.where(primaries[ids] | critical[ids], ids, nearest[ids])
-        return _executed(step, moved, step.routing.weights, np.zeros(step.num_experts, np.float32))
+        return _substitute(step, primaries, similarity, self.threshold, np.zeros(step.num_experts, np.float32))
 
 
 @dataclass(frozen=True)
@@ -141,11 +141,12 @@ class Lynx:
 
     A routed expert's bin is how far its logit lies below the row's best in steps of 1 / `alpha`, `beta` at most; its
     score sums (rows of the batch) ** -bin over the rows that routed to it. Each row anchors the best-scored expert of
-    its top bin.
+    its top bin. With `fill_up` the best-scored others are added up to the budget, which the authors do not have.
     """
 
     alpha: float = 1.0
     beta: int = 1
+    fill_up: bool = False
 
     def __call__(self, step: Step, budget: Budget) -> Selection:
         if self.alpha <= 0 or self.beta < 1:
@@ -159,7 +160,10 @@ class Lynx:
         score = votes[voting].sum(0)
         best = np.where(bins == 0, score[ids], -np.inf).argmax(1)
         anchors = np.take_along_axis(ids, best[:, None], axis=1)
-        return _restrict(step, step.members(anchors), "renormalise", score)
+        active = step.members(anchors)
+        if self.fill_up:
+            active = _fill_up(active, np.where(score > 0, score, -np.inf), budget)
+        return _restrict(step, active, "renormalise", score)
 
 
 @dataclass(frozen=True)
@@ -205,16 +209,16 @@ class XShare:
         scores, rows = step.routing.scores, step.rows == DECODE
         total = (step.router_logits if self.raw_logits else scores)[rows].sum(0).astype(np.float32)
         warm = step.members(step.ranked_ids[:, : self.k0])
-        room = max(0, budget.limit(step.num_experts) - int(warm.sum()))
-        others = np.where(warm, -np.inf, total)
-        active = warm.copy()
-        active[most_preferred(others[None], room)[0]] = True
-        return _restrict(step, active, "renormalise", total)
+        return _restrict(step, _fill_up(warm, total, budget), "renormalise", total)
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """A ranking under the budget, with backfill and the native denominator: BASE and its controls."""
+    """A ranking under the budget, with backfill and the native denominator: BASE and its controls.
+
+    The fill may also be `drop`, or `substitute`: a lost route goes to the likest active expert, as SERE has it, and
+    keeps its weight (paper table 3).
+    """
 
     ranking: str
     fill: str = "backfill"
@@ -222,7 +226,8 @@ class Ranked:
 
     def __call__(self, step: Step, budget: Budget) -> Selection:
         routing = step.routing
-        return select(
+        substitutes = self.fill == "substitute"
+        selection = select(
             routing.scores,
             routing.ids,
             routing.weights,
@@ -231,9 +236,37 @@ class Ranked:
             preference=routing.preference,
             rows=step.rows,
             ranking=self.ranking,  # type: ignore[arg-type]
-            fill=self.fill,  # type: ignore[arg-type]
+            fill="drop" if substitutes else self.fill,  # type: ignore[arg-type]
             denominator=self.denominator,  # type: ignore[arg-type]
         )
+        if not substitutes:
+            return selection
+        (similarity,) = step.calibration.require("fill substitute", "similarity")
+        return _substitute(step, selection.active, similarity, 0, selection.cost)
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Fewer experts a row: its `k` most preferred ones only, weighted as a model of that top-k would.
+
+    Such a model gives them the whole weight if it normalises, and leaves their raw weights alone if it does not: then
+    the `denominator` is `native`.
+    """
+
+    k: int = 1
+    denominator: Denominator = "renormalise"
+
+    def __call__(self, step: Step, budget: Budget) -> Selection:
+        _in_range("top_k", "k", self.k, 1, step.k)
+        if self.k == step.k:
+            return _untouched(step)
+        ids, weights, ranked = step.routing.ids, step.routing.weights, step.ranked_ids[:, : self.k]
+        kept = (ids[:, :, None] == ranked[:, None, :]).any(2)
+        kept_weights = np.where(kept, weights, 0)
+        if self.denominator == "renormalise":
+            kept_weights *= weights.sum(1, keepdims=True) / kept_weights.sum(1, keepdims=True)
+        cost = np.zeros(step.num_experts, np.float32)
+        return _executed(step, np.where(kept, ids, ranked[:, :1]), kept_weights, cost)
 
 
 @dataclass(frozen=True)
@@ -257,6 +290,7 @@ RANKINGS = {
 POLICIES: dict[str, Callable[..., Callable[[Step, Budget], Selection]]] = {
     "dense": Dense,
     **{name: partial(Ranked, ranking) for name, ranking in RANKINGS.items()},
+    "top_k": TopK,
     "oea": Oea,
     "sere": Sere,
     "lynx": Lynx,
@@ -289,6 +323,29 @@ def run_policy(name: str, step: Step, budget: Budget | str | int = "off", **opti
 def _in_range(policy: str, name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise ValueError(f"policy {policy!r}: {name}={value} is outside {low}..{high}")
+
+
+def _fill_up(active: NDArray[np.bool_], score: NDArray, budget: Budget) -> NDArray[np.bool_]:
+    """`active` and the best-scored others up to the budget, without those of score minus infinity."""
+    room = max(0, budget.limit(len(active)) - int(active.sum()))
+    others = np.where(active, -np.inf, score)
+    added = most_preferred(others[None], room)[0]
+    filled = active.copy()
+    filled[added[others[added] > -np.inf]] = True
+    return filled
+
+
+def _substitute(
+    step: Step, active: NDArray[np.bool_], similarity: NDArray, threshold: float, cost: NDArray
+) -> Selection:
+    """Lost routes go to the likest active expert with their weight, or stay where none is as like as `threshold`."""
+    if not active.any():
+        return _untouched(step)
+    ids = step.routing.ids
+    among = np.where(active, similarity, -np.inf)
+    nearest = among.argmax(1)
+    critical = among.max(1) < threshold if threshold > 0 else np.zeros(step.num_experts, bool)
+    return _executed(step, np.where(active[ids] | critical[ids], ids, nearest[ids]), step.routing.weights, cost)
 
 
 def _untouched(step: Step) -> Selection:

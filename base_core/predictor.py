@@ -134,6 +134,49 @@ class Card:
             raise PredictorError("predictor card field 'fingerprint' does not cover the layers: calibrate again")
         return card
 
+    def check_model(
+        self,
+        what: str,
+        remedy: str,
+        *,
+        model_type: str,
+        layers: tuple[int, ...],
+        num_experts: int,
+        experts_per_token: int,
+        hidden_size: int,
+        fingerprint: Mapping[int, tuple[float, ...]],
+        tolerance: float = FINGERPRINT_TOLERANCE,
+    ) -> None:
+        """Refuses a model that an artifact with this card was not made for.
+
+        Args:
+            what, remedy: the artifact's name and the command that makes it, for the message.
+            fingerprint: of the model's routers, per layer.
+            tolerance: largest relative router distance accepted; raise it for a heavily quantised copy.
+
+        Raises:
+            PredictorError: naming the first field that differs, both values, and what to do.
+        """
+        for name, value in (
+            ("model_type", model_type),
+            ("layers", tuple(layers)),
+            ("num_experts", num_experts),
+            ("experts_per_token", experts_per_token),
+            ("hidden_size", hidden_size),
+        ):
+            if getattr(self, name) != value:
+                raise PredictorError(
+                    f"{what} is for another model: its {name} is {getattr(self, name)!r}, the model's is "
+                    f"{value!r}; calibrate one for this model ({remedy})"
+                )
+        distance = fingerprint_distance(self.fingerprint, fingerprint)
+        if not distance <= tolerance:
+            raise PredictorError(
+                f"{what} fingerprint differs from the model's routers by {distance:.3f} (tolerance {tolerance:g}): "
+                f"it was calibrated on {self.model_id!r}; calibrate one for this model ({remedy}), or raise the tolerance "
+                f"for a quantised copy"
+            )
+
 
 @dataclass(frozen=True)
 class Predictor:
@@ -168,42 +211,6 @@ class Predictor:
         """Predicted log-energies of all experts of `layer` for router inputs z [T, d]: float32 [T, E]."""
         return self.layers[layer].log_energy(z)
 
-    def check_model(
-        self,
-        *,
-        model_type: str,
-        layers: tuple[int, ...],
-        num_experts: int,
-        experts_per_token: int,
-        hidden_size: int,
-        fingerprint: Mapping[int, tuple[float, ...]],
-        tolerance: float = FINGERPRINT_TOLERANCE,
-    ) -> None:
-        """Refuses a model that this predictor was not made for.
-
-        Args:
-            fingerprint: of the model's routers, per layer.
-            tolerance: largest relative router distance accepted; raise it for a heavily quantised copy.
-
-        Raises:
-            PredictorError: naming the first field that differs, both values, and what to do.
-        """
-        for name, value in (
-            ("model_type", model_type),
-            ("layers", tuple(layers)),
-            ("num_experts", num_experts),
-            ("experts_per_token", experts_per_token),
-            ("hidden_size", hidden_size),
-        ):
-            if getattr(self.card, name) != value:
-                raise PredictorError(
-                    f"predictor is for another model: its {name} is {getattr(self.card, name)!r}, the model's is "
-                    f"{value!r}; calibrate one for this model (base-moe calibrate)"
-                )
-        distance = fingerprint_distance(self.card.fingerprint, fingerprint)
-        if not distance <= tolerance:
-            raise PredictorError(
-                f"predictor fingerprint differs from the model's routers by {distance:.3f} (tolerance {tolerance:g}): "
-                f"it was calibrated on {self.card.model_id!r}; calibrate one for this model, or raise the tolerance "
-                f"for a quantised copy"
-            )
+    def check_model(self, **model: Any) -> None:
+        """Refuses a model that this predictor was not made for, see `Card.check_model`."""
+        self.card.check_model("predictor", "base-moe calibrate", **model)

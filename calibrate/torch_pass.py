@@ -49,7 +49,7 @@ def collecting_experts_forward(self: nn.Module, hidden_states: Tensor, ids: Tens
     return (outputs * weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
 
 
-def _packed_mask(decoder: nn.Module, ids: Tensor, positions: Tensor) -> dict[str, Tensor] | None:
+def packed_mask(decoder: nn.Module, ids: Tensor, positions: Tensor) -> dict[str, Tensor] | None:
     """The attention mask that keeps packed documents apart.
 
     Without a mask and a cache transformers' decoders make it from the positions; only gpt_oss does not look at them.
@@ -106,7 +106,7 @@ def collecting(
         rows = counted.flatten()
         try:
             with torch.inference_mode():
-                mask = _packed_mask(decoder, ids, positions)
+                mask = packed_mask(decoder, ids, positions)
                 decoder(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)
         except _Finished:
             pass

@@ -38,6 +38,20 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
+def routed_outputs(experts: nn.Module, z: Tensor, ids: Tensor) -> Tensor:
+    """What each routed expert gives on its own, before the routing weight: [T, k, d].
+
+    Args:
+        experts: called with T * k rows of one expert each, at weight 1; its hooks are not.
+        z: [T, d].
+        ids: int [T, k].
+    """
+    T, k = ids.shape
+    single = ids.reshape(-1, 1)
+    alone = torch.ones(single.shape, dtype=z.dtype, device=z.device)
+    return experts.forward(z.repeat_interleave(k, 0), single, alone).view(T, k, -1)
+
+
 def group_slots(ids: Tensor, weights: Tensor, num_experts: int) -> Groups:
     """Sorts the slots [T, k] by expert, leaving out those of weight 0. Within a group rows ascend."""
     wanted = np.where((weights == 0).numpy(), num_experts, ids.numpy()).ravel()

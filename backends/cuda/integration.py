@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from backends.cuda.experts import EXPERTS_IMPLEMENTATION, register_experts
+from backends.cuda.experts import EXPERTS_IMPLEMENTATION, register_experts, routed_outputs
 from backends.cuda.families import MoELayer, correction_bias, find_moe_layers, router_rule, routing_terms
 from backends.cuda.selection import RowKinds, native_union, removal_cost_no_sync, select_no_sync
 from base_core import Budget, LayerPredictor, Predictor
@@ -90,10 +90,7 @@ def routed_log_energy(experts: nn.Module, z: Tensor, ids: Tensor) -> Tensor:
         z: [T, d].
         ids: int [T, k].
     """
-    k = ids.shape[1]
-    single = ids.reshape(-1, 1)
-    output = experts(z.repeat_interleave(k, 0), single, torch.ones(single.shape, dtype=z.dtype, device=z.device))
-    return output.float().square().sum(-1).log().view_as(ids)
+    return routed_outputs(experts, z, ids).float().square().sum(-1).log()
 
 
 class Session:
