@@ -67,3 +67,16 @@ def wilson_interval(right: int, total: int, z: float = 1.959964) -> tuple[float,
     centre = share + z * z / (2 * total)
     spread = z * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
     return (centre - spread) / (1 + z * z / total), (centre + spread) / (1 + z * z / total)
+
+
+def paired_interval(first_only: int, second_only: int, total: int, z: float = 1.959964) -> tuple[float, float]:
+    """95 % interval of the difference of two shares measured on the same `total` items (Agresti and Min, 2005).
+
+    Args:
+        first_only, second_only: items that count for the first share only, and for the second only. Half an item is
+            added to each of the four cells, so that few disagreements do not make the interval vanish.
+    """
+    n, b, c = total + 2, first_only + 0.5, second_only + 0.5
+    difference = (b - c) / n
+    spread = z * math.sqrt(max(0.0, (b + c) / n - difference**2) / n)
+    return difference - spread, difference + spread

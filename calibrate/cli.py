@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": ("backends.mlx.server", "OpenAI-compatible server on MLX under a budget"),
     "bench": ("backends.cuda.bench", "decode speed of true-width layers by number of active experts"),
     "calibrate": ("calibrate.calibrate", "fit a predictor for a model on text"),
+    "eval": ("calibrate.evaluate", "quality against cost for every policy: tables, figures, a report"),
     "inspect": ("calibrate.inspect", "print the card of a predictor"),
     "gpu-check": ("backends.cuda.gpu_check", "CUDA kernels against float64, races and layer times, on a GPU"),
 }

@@ -238,9 +238,7 @@ def _run(
                 if not taken:
                     continue
                 kept = torch.from_numpy(counted)
-                ids, positions = (
-                    torch.from_numpy(a[part]).to(device) for a in (sequences.ids, sequences.positions)
-                )
+                ids, positions = (torch.from_numpy(a[part]).to(device) for a in (sequences.ids, sequences.positions))
                 mask = packed_mask(decoder, ids, positions)
                 decoder(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False)
                 left -= taken

@@ -145,7 +145,9 @@ class _Run:
         self.mask = self.prompts.mask.new_zeros(R, self.width)
         self.cache = DynamicCache()
         for i, (keys, values) in enumerate(zip(self.prompts.keys, self.prompts.values, strict=True)):
-            self.cache.update(*(part.new_zeros(R, part.shape[1], self.width, part.shape[3]) for part in (keys, values)), i)
+            self.cache.update(
+                *(part.new_zeros(R, part.shape[1], self.width, part.shape[3]) for part in (keys, values)), i
+            )
 
     def refill(self) -> bool:
         """Gives free slots to waiting prompts; False when nothing is left to decode."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from backends.cuda.experts import routed_outputs
 from backends.cuda.families import MoELayer, correction_bias, router_rule, routing_terms
 from base_core.policies import Step
 from base_core.routing import Routing
-from base_core.selection import DECODE, PADDING, Selection, removal_cost
+from base_core.selection import DECODE, Selection, removal_cost
 
 
 class Rule(Protocol):

@@ -1,0 +1,288 @@
+"""`base-moe eval`: quality against cost for every policy, on an embedded model or on the user's own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from backends.cuda.generate import load
+from base_core import Budget
+from base_core.embedded import MODELS, model_path, predictor_path
+from base_core.embedded.tasks import STOP, evaluation_examples, examples
+from base_core.files import write_atomically
+from base_core.policies import POLICIES
+from base_core.report import format_table, write_report
+from base_core.rivals import load_rivals, save_rivals
+from calibrate.evaluation import plan, report, tables
+from calibrate.evaluation.matching import StepCost
+from calibrate.evaluation.report import ModelRows
+from calibrate.evaluation.subject import Prompt, Subject, read_prompts
+from calibrate.evaluation.units import Row, Store, Unit, run_units
+from calibrate.evaluation.variants import UNION, union_size
+from calibrate.rivals import calibrate_rivals
+from calibrate.text import Document, pack, tokenise
+
+DEFAULT_PROMPTS = 2048
+DEFAULT_BATCH = 16
+DEFAULT_MAX_TOKENS = 12
+DEFAULT_BUDGETS = "6.25%,12.5%,25%"
+NEEDS_RIVALS = ("sere", "exfold")
+RIVAL_LENGTH = 1024
+RIVAL_TEXT_TOKENS = 210_000
+"""Of prompts and answers; about a quarter of them count, which makes the rivals' default number of tokens."""
+DESCRIPTION = (
+    "Accuracy, active experts, energy kept, layer error and distance to the dense model for every policy and budget."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `base-moe eval`."""
+    parser.add_argument("--model", metavar="PATH_OR_ID", help=f"checkpoint, or an embedded model: {', '.join(MODELS)}")
+    parser.add_argument("--predictor", metavar="PATH_OR_ID", help="default: the embedded model's own")
+    parser.add_argument("--rivals", type=Path, metavar="FILE", help="of base-moe calibrate --rivals; for sere and exfold")
+    parser.add_argument("--policies", default="all", help=f"all, or some of {', '.join(POLICIES)} with commas")
+    parser.add_argument(
+        "--budgets", default=DEFAULT_BUDGETS, help="with commas: numbers, percentages, or union:n (default: %(default)s)"
+    )
+    parser.add_argument("--batch", type=int, default=DEFAULT_BATCH, metavar="N", help="requests decoded together (16)")
+    parser.add_argument("--prompts", type=int, default=DEFAULT_PROMPTS, metavar="N", help="how many (%(default)s)")
+    parser.add_argument(
+        "--prompts-file", type=Path, metavar="FILE", help="JSONL with a prompt, and optionally an answer and a task, a line"
+    )
+    parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="of an answer (%(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
+    parser.add_argument("--seeds", default="0", metavar="S,S", help="of sampling, with commas")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of the weights")
+    parser.add_argument("--backend", choices=("torch", "mlx"), default="torch")
+    parser.add_argument("--bench", type=Path, metavar="FILE", help="of base-moe bench --json: compares at equal time too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="writes rows, settings and versions")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="writes report.md, report.html and figures there")
+    parser.add_argument(
+        "--all-embedded", action="store_true", help="the whole report over the embedded models, into --out"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on with what an interrupted run left")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Evaluates, prints a table and writes what is asked for.
+
+    Raises:
+        ValueError: options, prompts, model, predictor, calibration or output that cannot be used.
+    """
+    _check(args)
+    cost = None if args.bench is None else StepCost.read(args.bench)
+    if args.all_embedded:
+        _run_all(args, cost)
+    elif args.backend == "mlx":
+        _run_mlx(args)
+    else:
+        _run_grid(args, cost)
+
+
+def _check(args: argparse.Namespace) -> None:
+    for name in ("batch", "prompts", "max_tokens"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    if not args.temperature >= 0:
+        raise ValueError(f"--temperature {args.temperature} is negative: 0 is greedy")
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise ValueError(f"--json {str(args.json)!r}: its folder does not exist")
+    if args.out is not None and args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"--out {str(args.out)!r} is a file: give a folder")
+    if args.all_embedded and args.out is None:
+        raise ValueError("--all-embedded writes a report: give its folder with --out")
+    if args.all_embedded and (args.model or args.prompts_file or args.backend == "mlx"):
+        raise ValueError("--all-embedded takes the embedded models and prompts, on PyTorch: leave out --model, "
+                         "--prompts-file and --backend")  # fmt: skip
+    if args.resume and args.out is None:
+        raise ValueError("--resume goes on with what is in a folder: give it with --out")
+
+
+def parse_policies(text: str, has_rivals: bool) -> list[str]:
+    """Policies of `--policies`; `all` leaves those out that need a calibration which is not there, and says so.
+
+    Raises:
+        ValueError: an unknown one.
+    """
+    if text == "all":
+        left_out = [] if has_rivals else list(NEEDS_RIVALS)
+        if left_out:
+            print(f"without --rivals: {' and '.join(left_out)} are left out", file=sys.stderr)
+        return [name for name in POLICIES if name not in left_out]
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    for name in names:
+        if name not in POLICIES:
+            raise ValueError(f"--policies: unknown policy {name!r}; choose from {', '.join(POLICIES)}, or all")
+    if not names:
+        raise ValueError(f"--policies {text!r} names none: give for instance base,oea")
+    return list(dict.fromkeys(names))
+
+
+def parse_budgets(text: str) -> list[str]:
+    """Budgets of `--budgets`; energy budgets with a cap are not among them, for their comma.
+
+    Raises:
+        ValueError: none, or one that cannot be read.
+    """
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    for name in names:
+        if name.startswith(UNION):
+            union_size(name)
+        elif Budget.parse(name).is_off:
+            raise ValueError("--budgets: off is always evaluated, as policy dense; leave it out")
+    if not names:
+        raise ValueError(f"--budgets {text!r} names none: give for instance {DEFAULT_BUDGETS}")
+    return names
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Seeds of `--seeds`.
+
+    Raises:
+        ValueError: not whole numbers.
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"--seeds {text!r}: give whole numbers with commas, as 0,1,2") from error
+
+
+def _embedded_prompts(count: int) -> list[Any]:
+
+    return [Prompt(example.prompt, example.answer, example.task) for example in evaluation_examples(count)]
+
+
+def _prompts(args: argparse.Namespace) -> list[Prompt]:
+
+    if args.prompts_file is not None:
+        return read_prompts(args.prompts_file)[: args.prompts]
+    if args.model is not None and args.model not in MODELS:
+        raise ValueError("--model of your own needs prompts: give them with --prompts-file")
+    return _embedded_prompts(args.prompts)
+
+
+def _sources(args: argparse.Namespace) -> tuple[str, str | Path, str | Path | None]:
+    """Name, checkpoint and predictor."""
+    embedded = args.model or MODELS[0]
+    if embedded not in MODELS:
+        return Path(args.model).name, args.model, args.predictor
+    return f"embedded/{embedded}", model_path(embedded), args.predictor or predictor_path(embedded)
+
+
+def _run_grid(args: argparse.Namespace, cost: StepCost | None) -> None:
+
+    budgets, seeds = parse_budgets(args.budgets), parse_seeds(args.seeds)
+    policies = parse_policies(args.policies, args.rivals is not None)
+    rivals = None if args.rivals is None else load_rivals(args.rivals)
+    prompts = _prompts(args)
+    name, source, predictor = _sources(args)
+    dtype = "float32" if name.startswith("embedded/") and args.dtype == "auto" else args.dtype
+    subject = Subject(
+        name, source, predictor, prompts, max_tokens=args.max_tokens, temperature=args.temperature,
+        dtype=None if dtype == "auto" else dtype, progress=True,
+    )  # fmt: skip
+    if rivals is not None:
+        subject.set_rivals(rivals)
+    variants = plan.grid(policies, budgets, subject)
+    for variant in variants:
+        subject.rule(variant)
+    units = [Unit(variant, args.batch, seed=seed) for seed in seeds for variant in variants]
+    store = None
+    if args.out is not None:
+        store = Store(args.out / "partial", subject.identity(), args.resume)
+    started = time.perf_counter()
+    with tqdm(total=len(units), unit="run", smoothing=0.1) as bar:
+        rows = run_units(subject, units, store, bar)
+    print_rows(rows)
+    command = _command(args)
+    if args.json is not None:
+        write_report(args.json, rows, _settings(args, time.perf_counter() - started))
+        print(f"rows written to {args.json}")
+    if args.out is not None:
+        report.write(args.out, report.grid_report(rows, command, cost))
+        print(f"report written to {args.out}")
+    if store is not None:
+        store.remove()
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """The table on the terminal."""
+
+    table = tables.all_rows(rows)
+    print(format_table([table.header, *table.rows]))
+
+
+def _settings(args: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    values = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    return {**values, "seconds": seconds}
+
+
+def _command(args: argparse.Namespace) -> str:
+    parts = ["base-moe eval"]
+    defaults = argparse.ArgumentParser()
+    add_arguments(defaults)
+    for name, value in vars(args).items():
+        if value != defaults.get_default(name) and name != "resume":
+            parts += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return " ".join(parts)
+
+
+def calibrate_embedded_rivals(name: str, path: Path) -> None:
+    """Calibrates the rivals of an embedded model on the tasks' training split and writes them to `path`."""    model, tokenizer = load(model_path(name), "float32")
+    documents = (Document(example.answer + STOP, example.prompt) for example in examples(1))
+    text = pack((tokenise(document, tokenizer, "answer") for document in documents), RIVAL_LENGTH, RIVAL_TEXT_TOKENS)
+    source = f"training split of the embedded tasks, seed 1, {text.tokens} tokens"
+    rivals = calibrate_rivals(model, text, model_id=f"embedded/{name}", source=source, progress=True)
+    save_rivals(path, rivals)
+
+
+def _run_all(args: argparse.Namespace, cost: StepCost | None) -> None:
+
+    started = time.perf_counter()
+    args.out.mkdir(parents=True, exist_ok=True)
+    models = [_evaluate_embedded(name, args) for name in MODELS]
+    seconds = time.perf_counter() - started
+    report.write(args.out, report.full_report(models, _command(args), seconds, cost))
+    rows = [row for model in models for row in model.rows]
+    write_report(args.json or args.out / "report.json", rows, _settings(args, seconds))
+    for name in MODELS:
+        shutil.rmtree(args.out / "partial" / name)
+    (args.out / "partial").rmdir()
+    print(f"report written to {args.out}")
+
+
+def _evaluate_embedded(name: str, args: argparse.Namespace) -> Any:
+
+    prompts = _embedded_prompts(args.prompts)
+    subject = Subject(
+        f"embedded/{name}", model_path(name), predictor_path(name), prompts, max_tokens=args.max_tokens, dtype="float32",
+        progress=True,
+    )  # fmt: skip
+    folder = args.out / "partial" / name
+    rivals_path = folder / "rivals.safetensors"
+    if not (args.resume and rivals_path.exists()):
+        folder.mkdir(parents=True, exist_ok=True)
+        calibrate_embedded_rivals(name, rivals_path)
+    subject.set_rivals(load_rivals(rivals_path))
+    store = Store(folder / "rows", subject.identity(), args.resume)
+    anchors = plan.anchors()
+    with tqdm(unit="run", desc=name, smoothing=0.1) as bar:
+        budgets = plan.regime_budgets(run_units(subject, anchors, store, bar))
+        main = plan.main_units(subject, budgets)
+        one_task, sweep = plan.arrangement_units(), plan.sweep_units(max(1, args.prompts // 2))
+        bar.total = len(anchors) + len(main) + len(one_task) + len(sweep)
+        rows = [run_units(subject, units, store, bar) for units in ([*anchors, *main], one_task, sweep)]
+    model = subject.model
+    facts = (
+        f"{len(subject.engine.layers)} MoE layers of {subject.num_experts} experts, {subject.k} a token, width "
+        f"{model.config.hidden_size}; {'normalised' if subject.normalises else 'raw'} routing weights."
+    )
+    return ModelRows(name, budgets, *rows, facts)

@@ -1,0 +1,135 @@
+"""BASE against each rival: at equal active experts, at equal time for a step, and at equal quality."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from base_core.report import paired_interval
+from calibrate.evaluation.units import Row, unpack_bits
+
+TOLERANCE = 0.01
+"""BASE may read this share more experts than the rival and still count as equal: the means of one budget differ by so
+much between two policies, because each decodes its own text."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """BASE and a rival on the same prompts.
+
+    Attributes:
+        base, rival: their rows.
+        difference, low, high: BASE's accuracy minus the rival's, with its 95 % interval.
+    """
+
+    base: Row
+    rival: Row
+    difference: float
+    low: float
+    high: float
+
+    @property
+    def verdict(self) -> str:
+        """`base`, `rival`, or `even` where the interval holds zero."""
+        return "base" if self.low > 0 else "rival" if self.high < 0 else "even"
+
+
+def compare(base: Row, rival: Row) -> Comparison | None:
+    """Pairs two rows prompt by prompt; None without answers."""
+    if base["right"] is None or rival["right"] is None:
+        return None
+    if base["prompts"] != rival["prompts"]:
+        raise ValueError(f"{base['label']} and {rival['label']} answered different prompts: evaluate both on the same")
+    first, second = (unpack_bits(row["right"], row["prompts"]) for row in (base, rival))
+    only_base, only_rival = int((first & ~second).sum()), int((second & ~first).sum())
+    low, high = paired_interval(only_base, only_rival, len(first))
+    return Comparison(base, rival, (only_base - only_rival) / len(first), low, high)
+
+
+def is_plain_base(row: Row) -> bool:
+    """Whether a row is BASE as published, at some budget."""
+    return row["policy"] == "base" and not row["options"]
+
+
+def setting(row: Row) -> tuple[Any, ...]:
+    """What two rows must share to be compared."""
+    return row["model"], row["batch"], row["arrangement"], row["seed"], row["prompts"]
+
+
+def match_experts(rival: Row, rows: Iterable[Row], spared: float = 0.0) -> Row | None:
+    """The BASE row to hold against `rival`: the same budget if it has one, else the most experts not above the rival's.
+
+    Args:
+        spared: experts that BASE has to do with less.
+    """
+    bases = [row for row in rows if is_plain_base(row) and setting(row) == setting(rival)]
+    limit = rival["active_mean"] * (1 + TOLERANCE) - spared
+    fitting = [row for row in bases if row["active_mean"] <= limit]
+    if not spared and rival["budget"] != "off":
+        fitting = [row for row in fitting if row["budget"] == rival["budget"]] or fitting
+    return max(fitting, key=lambda row: row["active_mean"], default=None)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Time of one MoE layer by what it reads, from a bench file.
+
+    Attributes:
+        fixed_ms, expert_ms: ms a layer = fixed_ms + expert_ms * active experts, least squares over the bench's rows.
+        selection_ms: what BASE's selection adds to a layer.
+        source: name of the file.
+    """
+
+    fixed_ms: float
+    expert_ms: float
+    selection_ms: float
+    source: str
+
+    @property
+    def spared(self) -> float:
+        """Experts that BASE's selection costs. The rivals' selection counts as free."""
+        return max(0.0, self.selection_ms / self.expert_ms)
+
+    @classmethod
+    def read(cls, path: Path) -> StepCost:
+        """From `base-moe bench --json`.
+
+        Raises:
+            ValueError: a file that is none, or whose rows do not give a cost for each expert.
+        """
+        try:
+            rows = json.loads(path.read_text())["rows"]
+            timed = [row for row in rows if row["policy"] in ("dense", "base")]
+            points = [(row["active_mean"], row["ms_per_layer"]) for row in timed]
+            selection = [row["selection_ms_per_layer"] for row in timed if row["selection_ms_per_layer"] is not None]
+            slope, fixed = np.polyfit(*np.array(points, float).T, 1)
+            selection_ms = float(np.median(selection))
+        except (OSError, ValueError, KeyError, TypeError, np.linalg.LinAlgError) as error:
+            raise ValueError(f"--bench {str(path)!r} is no file of base-moe bench --json: {error}") from error
+        if not (slope > 0 and np.isfinite([slope, fixed, selection_ms]).all()):
+            raise ValueError(
+                f"--bench {str(path)!r}: time does not grow with experts there; measure on a quiet machine"
+            )
+        return cls(float(fixed), float(slope), selection_ms, path.name)
+
+
+def experts_for(rows: Sequence[Row], accuracy: float) -> float | None:
+    """Active experts at which a policy's rows reach `accuracy`, by straight lines between them; None if they do not.
+
+    The first row that reaches it counts, with the row before it in order of active experts.
+    """
+    before: Row | None = None
+    for row in sorted(rows, key=lambda row: row["active_mean"]):
+        if row["accuracy"] >= accuracy:
+            if before is None:
+                return row["active_mean"]
+            rise = row["accuracy"] - before["accuracy"]
+            share = (accuracy - before["accuracy"]) / rise
+            return before["active_mean"] + share * (row["active_mean"] - before["active_mean"])
+        before = row
+    return None

@@ -1,0 +1,299 @@
+"""Puts the report together: for any evaluated grid, and for the whole evaluation of several models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from base_core.files import write_atomically
+from base_core.report import installed_versions
+from calibrate.evaluation import figures, paper, tables
+from calibrate.evaluation.document import Block, Figure, Heading, Table, Text, to_html, to_markdown
+from calibrate.evaluation.matching import StepCost
+from calibrate.evaluation.plan import REGIMES
+from calibrate.evaluation.units import Row
+
+MEASURES = (
+    "*experts*: mean number of experts that one layer reads in one decode step, over all batches, steps and layers, with "
+    "the policy decoding its own text. All other measures but accuracy are taken with the dense model's tokens decoded "
+    "under the policy. *energy kept*: true removal energy of the chosen experts, relative to the best choice of as many. "
+    "*layer error*: squared error of the routed experts' output relative to the dense output's squared norm, at the same "
+    "input, mean over layers. *KL*: KL divergence from the dense next-token distribution, nats a token. *agreement*: "
+    "share of tokens whose likeliest token is the dense model's; drafting under the policy and verifying with the dense "
+    "model would accept at most that share. Intervals are 95 % (Wilson); differences are paired by prompt (Agresti-Min)."
+)
+DECODING = (
+    "Prompts are prefilled dense; only decode steps are restricted. A batch is a number of slots: a prompt that ends gives "
+    "its slot to the next, so rows of a batch are at different positions. The first token of every answer comes from "
+    "prefill and is the same for all policies."
+)
+MATCHED = (
+    "Each rival stands against BASE with the same budget where it has one; else against the BASE budget that reads most "
+    "without reading more than the rival (1 % tolerance). `union:n` is a budget that allows, at every step and layer, as "
+    "many experts as the union of each row's first n has: exactly what OEA and SERE load there. *ahead* says `base` or "
+    "`rival` where the 95 % interval of the difference leaves zero out, else `even`."
+)
+NO_TIME = (
+    "At equal time for a step: not computed. Give a file of `base-moe bench --json` with `--bench`; time is then taken as "
+    "a constant and a cost for each expert read."
+)
+
+
+@dataclass(frozen=True)
+class ModelRows:
+    """The rows of one model's whole evaluation.
+
+    Attributes:
+        model_type: its architecture.
+        budgets: fixed budget of each regime.
+        main: batches of 16, mixed tasks.
+        one_task: batches of 16 with one task each.
+        sweep: several batch sizes.
+        facts: what is said about the model, a paragraph.
+    """
+
+    model_type: str
+    budgets: Mapping[str, int]
+    main: Sequence[Row]
+    one_task: Sequence[Row]
+    sweep: Sequence[Row]
+    facts: str
+
+    @property
+    def rows(self) -> list[Row]:
+        """All of them."""
+        return [*self.main, *self.one_task, *self.sweep]
+
+
+def grid_report(rows: Sequence[Row], command: str, cost: StepCost | None) -> list[Block]:
+    """The report of one model, some policies and budgets."""
+    blocks: list[Block] = [
+        Heading(1, f"{rows[0]['model']}: quality under expert budgets"),
+        Text(f"Made by `{command}`. {_versions()}"),
+        Text(DECODING),
+        Text(MEASURES),
+        tables.all_rows(rows),
+        Figure("curves", figures.curves(rows, "curves"), "Quality against active experts; dotted: dense."),
+    ]
+    found = tables.comparisons(rows, tables.RIVALS)
+    if found:
+        blocks += [Heading(2, "BASE against its rivals"), Text(MATCHED), tables.comparison_table(found)]
+        blocks += _time(rows, cost)
+    if rows[0]["accuracy"] is not None:
+        blocks += [Heading(2, "At equal quality"), tables.equal_quality(rows)]
+    return blocks
+
+
+def full_report(models: Sequence[ModelRows], command: str, seconds: float, cost: StepCost | None) -> list[Block]:
+    """The whole evaluation: a summary of all models, then each of them."""
+    prompts = models[0].main[0]["prompts"]
+    blocks: list[Block] = [
+        Heading(1, "Quality against cost: every policy on the embedded models"),
+        Text(f"Made by `{command}` in {seconds / 60:.0f} minutes. {_versions()}"),
+        Text(
+            f"Every model answers {prompts} held-out prompts of eight tasks with exact answers, greedily, in float32. The "
+            f"models are small and trained for these tasks: what carries over is the order of the policies and its reasons, "
+            f"not the absolute numbers. The paper's figures are from {paper.SOURCE}, on models of 16 to 30 billion "
+            f"parameters."
+        ),
+        Text(DECODING),
+        Text(MEASURES),
+        Heading(2, "Summary"),
+        _summary(models),
+        Text(_rival_wins(models)),
+        Text(_ranking_order(models)),
+        Heading(2, "Figure 1: quality against cost"),
+        Figure(
+            "figure-1",
+            figures.trade_off(
+                {
+                    model.model_type: _distinct(
+                        [
+                            model.main[0],
+                            *(r for name in REGIMES for r in tables.regime_rows(model.main, model.budgets, name)),
+                        ]
+                    )
+                    for model in models
+                },
+                "figure-1",
+            ),
+            f"Above: these models, accuracy against experts read. Below: the paper's scores and speeds, drawn from the "
+            f"numbers of its table 1 ({paper.SOURCE}).",
+        ),
+    ]
+    for model in models:
+        blocks += _model(model, cost)
+    return blocks
+
+
+def write(folder: Path, blocks: Sequence[Block]) -> None:
+    """Writes `report.md`, its figures, and `report.html`."""
+    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    for block in blocks:
+        if isinstance(block, Figure):
+            write_atomically(folder / "figures" / f"{block.name}.svg", f"{block.svg}\n".encode())
+    write_atomically(folder / "report.md", to_markdown(blocks).encode())
+    write_atomically(folder / "report.html", to_html(blocks).encode())
+
+
+def _versions() -> str:
+    found = installed_versions()
+    return "Versions: " + ", ".join(f"{name} {value}" for name, value in found.items() if name != "base-moe") + "."
+
+
+def _distinct(rows: Sequence[Row]) -> list[Row]:
+    return list({(row["label"], row["batch"], row["arrangement"], row["prompts"]): row for row in rows}.values())
+
+
+def _time(rows: Sequence[Row], cost: StepCost | None) -> list[Block]:
+    if cost is None:
+        return [Text(NO_TIME)]
+    return [
+        Heading(3, "At equal time for a step"),
+        Text(
+            f"From `{cost.source}`: a layer takes {cost.fixed_ms:.3f} ms + {cost.expert_ms:.4f} ms an expert; BASE's "
+            f"selection adds {cost.selection_ms:.3f} ms, the time of {cost.spared:.1f} experts, which BASE has to do without "
+            f"here. The rivals' own selection is taken as free."
+        ),
+        tables.equal_time(rows, cost),
+    ]
+
+
+def _summary(models: Sequence[ModelRows]) -> Table:
+    body = []
+    for model in models:
+        dense = model.main[0]
+        for regime, fixed in model.budgets.items():
+            lines = tables.regime_rows(model.main, model.budgets, regime)
+            base = next(row for row in lines if row["policy"] == "base")
+            oracle = next(row for row in lines if row["policy"] == "oracle")
+            rivals = [row for row in lines if row["policy"] in tables.RIVALS]
+            best = max(rivals, key=lambda row: (row["accuracy"], -row["kl"]))
+            body.append(
+                [
+                    f"{model.model_type}, {regime}",
+                    f"{fixed} of {dense['active_mean']:.1f}",
+                    tables.percent(dense["accuracy"]),
+                    tables.percent(base["accuracy"]),
+                    f"{tables.percent(best['accuracy'])} ({best['label']}, {best['active_mean']:.1f} experts)",
+                    f"{100 * (base['accuracy'] - oracle['accuracy']):+.1f}",
+                    f"{base['kl']:.4f}",
+                    f"{min(row['kl'] for row in rivals):.4f}",
+                    f"{oracle['kl']:.4f}",
+                ]
+            )
+    header = ["model, regime", "experts", "dense", "BASE", "best rival", "BASE - oracle, points", "KL BASE"]
+    return Table([*header, "KL best rival", "KL oracle"], body)
+
+
+def _rival_wins(models: Sequence[ModelRows]) -> str:
+    found = [c for model in models for rows in (model.main, model.one_task, model.sweep) for c in _against(rows)]
+    counts = tables.verdicts(found)
+    text = (
+        f"In {len(found)} comparisons at equal active experts BASE is ahead in {counts['base']}, even in {counts['even']}, "
+        f"and behind in {counts['rival']} (95 % intervals, so about one in forty of truly even pairs would count as won "
+        f"by either side)."
+    )
+    if not counts["rival"]:
+        return text
+    lost = [
+        f"{c.rival['model']} {c.rival['label']} (batch {c.rival['batch']}, {c.rival['arrangement']}): "
+        f"{100 * c.difference:+.1f} points; KL {c.base['kl']:.4f} against the rival's {c.rival['kl']:.4f}, experts "
+        f"{c.base['active_mean']:.2f} against {c.rival['active_mean']:.2f}"
+        for c in found
+        if c.verdict == "rival"
+    ]
+    return f"{text} Rivals are ahead here: {'; '.join(lost)}."
+
+
+def _against(rows: Sequence[Row]) -> list[Any]:
+    return tables.comparisons(rows, tables.RIVALS)
+
+
+def _ranking_order(models: Sequence[ModelRows]) -> str:
+    parts = []
+    for model in models:
+        at = [
+            row
+            for row in model.main
+            if row["budget"] == "union:1" and row["policy"] in paper.TABLE_2 and not row["options"]
+        ]
+        ordered = sorted(at, key=lambda row: -row["retained_energy"])
+        parts.append(
+            f"{model.model_type}: "
+            + ", ".join(f"{row['policy']} {100 * row['retained_energy']:.2f} %" for row in ordered)
+        )
+    return "Energy kept by ranking rule at the size of the top-1 union, most first. " + "; ".join(parts) + "."
+
+
+def _model(model: ModelRows, cost: StepCost | None) -> list[Block]:
+    rows, name = model.main, model.model_type
+    blocks: list[Block] = [Heading(2, f"{name}"), Text(model.facts), Heading(3, "Table 1: accuracy by task")]
+    regimes = ", ".join(f"{regime} M={fixed}" for regime, fixed in model.budgets.items())
+    blocks += [
+        Text(
+            f"Regimes: {regimes}, the mean number of experts that OEA reads with k0 = 1 and 2, rounded down. SERE at rho = 0; "
+            f"ExFold, XShare and Lynx filled up get the same budget as BASE."
+        ),
+        tables.table_1(rows, model.budgets),
+    ]
+    beside = tables.paper_table_1(rows, model.budgets, name)
+    if beside is not None:
+        blocks += [
+            Text(f"Beside the paper's {paper.TABLE_1[name].name}, each relative to its own dense model:"),
+            beside,
+        ]
+    found = _against(rows)
+    blocks += [
+        Heading(3, "BASE against every rival at equal active experts"),
+        Text(MATCHED),
+        tables.comparison_table(found),
+        *_time(rows, cost),
+        Heading(3, "Experts needed for equal quality"),
+        Text("Read off straight lines between the points of each policy, all its hyperparameters together."),
+        tables.equal_quality(rows),
+        Heading(3, "Gap to the oracle"),
+        Text(
+            "The oracle ranks by true energies, for which every routed expert has to run: the most that a predictor can reach."
+        ),
+        tables.comparison_table(tables.oracle_gap(rows)),
+        Heading(3, "Table 2: ranking rules"),
+        Text(
+            "All with backfill and native weights, at the size of the top-1 union of every step and layer. The paper's columns "
+            "are Qwen3-30B's."
+        ),
+        tables.table_2(rows),
+        Heading(3, "Table 3: fill rules"),
+        Text("BASE's active set; what a lost route is replaced with. Substitution: SERE's similarity, weight kept."),
+        tables.table_3(rows, model.budgets),
+        Heading(3, "Quality against active experts"),
+        Figure(f"curves-{name}", figures.curves(rows, f"curves-{name}"), f"{name}, batches of 16; dotted: dense."),
+        Heading(3, "Figure 3: batch sizes"),
+        Text(_sweep_text(model)),
+        Figure(f"figure-3-{name}", figures.sweep(model.sweep, f"figure-3-{name}"), f"{name}, by batch size."),
+        tables.batches_table(model.sweep),
+        Heading(3, "Batches of one task"),
+        Text("Requests of one kind share experts: the native union is smaller, and so is what a budget can save."),
+        tables.batches_table(model.one_task),
+        Heading(3, "All rows"),
+        tables.all_rows(_distinct(rows)),
+    ]
+    return blocks
+
+
+def _sweep_text(model: ModelRows) -> str:
+    text = (
+        "Restricted regime at every batch size, on fewer prompts: the budget is the size of the top-1 union, which OEA and "
+        "SERE load."
+    )
+    budgets = paper.BATCH_BUDGETS.get(model.model_type)
+    if budgets is None:
+        return text
+    ours = {row["batch"]: row["active_mean"] for row in model.sweep if row["policy"] == "base"}
+    return (
+        f"{text} It comes to {', '.join(f'{n:.1f} at {batch}' for batch, n in sorted(ours.items()))} experts; the paper, "
+        f"which matches speed, has M = {', '.join(f'{n} at {batch}' for batch, n in budgets.items())} on "
+        f"{paper.TABLE_1[model.model_type].name}."
+    )
