@@ -47,22 +47,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `base-moe eval`."""
     parser.add_argument("--model", metavar="PATH_OR_ID", help=f"checkpoint, or an embedded model: {', '.join(MODELS)}")
     parser.add_argument("--predictor", metavar="PATH_OR_ID", help="default: the embedded model's own")
-    parser.add_argument("--rivals", type=Path, metavar="FILE", help="of base-moe calibrate --rivals; for sere and exfold")
+    parser.add_argument(
+        "--rivals", type=Path, metavar="FILE", help="of base-moe calibrate --rivals; for sere and exfold"
+    )
     parser.add_argument("--policies", default="all", help=f"all, or some of {', '.join(POLICIES)} with commas")
     parser.add_argument(
-        "--budgets", default=DEFAULT_BUDGETS, help="with commas: numbers, percentages, or union:n (default: %(default)s)"
+        "--budgets",
+        default=DEFAULT_BUDGETS,
+        help="with commas: numbers, percentages, or union:n (default: %(default)s)",
     )
     parser.add_argument("--batch", type=int, default=DEFAULT_BATCH, metavar="N", help="requests decoded together (16)")
     parser.add_argument("--prompts", type=int, default=DEFAULT_PROMPTS, metavar="N", help="how many (%(default)s)")
     parser.add_argument(
-        "--prompts-file", type=Path, metavar="FILE", help="JSONL with a prompt, and optionally an answer and a task, a line"
+        "--prompts-file",
+        type=Path,
+        metavar="FILE",
+        help="JSONL with a prompt, and optionally an answer and a task, a line",
     )
-    parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="of an answer (%(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="of an answer (%(default)s)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     parser.add_argument("--seeds", default="0", metavar="S,S", help="of sampling, with commas")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of the weights")
     parser.add_argument("--backend", choices=("torch", "mlx"), default="torch")
-    parser.add_argument("--bench", type=Path, metavar="FILE", help="of base-moe bench --json: compares at equal time too")
+    parser.add_argument(
+        "--bench", type=Path, metavar="FILE", help="of base-moe bench --json: compares at equal time too"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes rows, settings and versions")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="writes report.md, report.html and figures there")
     parser.add_argument(
@@ -236,7 +247,8 @@ def _command(args: argparse.Namespace) -> str:
 
 
 def calibrate_embedded_rivals(name: str, path: Path) -> None:
-    """Calibrates the rivals of an embedded model on the tasks' training split and writes them to `path`."""    model, tokenizer = load(model_path(name), "float32")
+    """Calibrates the rivals of an embedded model on the tasks' training split and writes them to `path`."""
+    model, tokenizer = load(model_path(name), "float32")
     documents = (Document(example.answer + STOP, example.prompt) for example in examples(1))
     text = pack((tokenise(document, tokenizer, "answer") for document in documents), RIVAL_LENGTH, RIVAL_TEXT_TOKENS)
     source = f"training split of the embedded tasks, seed 1, {text.tokens} tokens"

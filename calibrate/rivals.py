@@ -1,7 +1,7 @@
 """Calibration of the rivals: SERE's expert similarities, ExFold's norms, folding scalars and losses.
 
 One pass of the dense model over the same text that a predictor is fitted on. SERE's statistics come from all experts on
-every counted token, ExFold's from the experts that a token's router chose together.
+every one of the first counted tokens, ExFold's from the experts that a token's router chose together.
 """
 
 from __future__ import annotations
@@ -25,20 +25,24 @@ from base_core.rivals import UNSEEN_LOSS, Rivals
 from calibrate.text import Sequences
 from calibrate.torch_pass import packed_mask
 
-DEFAULT_RIVAL_TOKENS = 51_200  # 400 sequences of 128, as SERE's paper has it
+DEFAULT_RIVAL_TOKENS = 51_200
+SIMILARITY_TOKENS = 12_800
+"""Tokens on which all experts run: 200 sequences of 64, the default of SERE's script."""
 CKA_TOKENS = 1024
-"""CKA compares token by token matrices, so it takes the first tokens only."""
+"""CKA compares token by token matrices, so it takes fewer still."""
 RIDGE = 1e-3  # of ExFold's scalars
 CLIP = 4.0  # of ExFold's scalars, as for Qwen3
 CHUNK_NUMBERS = 1 << 24
-"""Experts' outputs computed at a time."""
+"""Numbers in the outputs of all experts that are computed at a time."""
+FOLD_ROWS = 1024
+"""Tokens whose pairs are computed at a time."""
 
 
 class LayerSums:
     """What the rivals' calibration of one layer needs, summed over tokens. E experts, float64.
 
     Attributes:
-        inner: [E, E], sum of <E_p(z), E_q(z)> over all tokens.
+        inner: [E, E], sum of <E_p(z), E_q(z)> over the first `SIMILARITY_TOKENS`.
         cosine: [E, E], sum of their cosines.
         tokens: number of tokens.
         cka_inputs: the first `CKA_TOKENS` router inputs.
@@ -58,30 +62,38 @@ class LayerSums:
 
     def add(self, z: Tensor, ids: Tensor) -> None:
         """Takes tokens in: router inputs z [T, d], routed experts ids int [T, k]."""
-        E, room = self.layer.num_experts, CKA_TOKENS - self.tokens
-        if room > 0:
+        if (room := CKA_TOKENS - self.tokens) > 0:
             self.cka_inputs.append(z[:room].clone())
+        if (room := SIMILARITY_TOKENS - self.tokens) > 0:
+            for part in z[:room].split(max(1, CHUNK_NUMBERS // (self.layer.num_experts * z.shape[1]))):
+                self._add_similarities(part)
+        for part, chosen in zip(z.split(FOLD_ROWS), ids.split(FOLD_ROWS), strict=True):
+            self._add_pairs(part, chosen)
         self.tokens += len(z)
-        for part, chosen in zip(z.split(self._chunk(z)), ids.split(self._chunk(z)), strict=True):
-            outputs = self._all_outputs(part)  # [T, E, d]
-            by_expert = outputs.transpose(0, 1).flatten(1)
-            self.inner += (by_expert @ by_expert.T).double().cpu()
-            norms = torch.linalg.vector_norm(outputs, dim=-1)
-            unit = (outputs / norms.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).transpose(0, 1).flatten(1)
-            self.cosine += (unit @ unit.T).double().cpu()
 
-            routed = outputs.gather(1, chosen[..., None].expand(-1, -1, outputs.shape[-1])).double()  # [T, k, d]
-            n = torch.linalg.vector_norm(routed, dim=-1)
-            terms = (
-                n[:, :, None] * (routed @ routed.mT),
-                n[:, :, None] * n[:, None, :].square(),
-                n[:, :, None].pow(3).expand(-1, -1, n.shape[1]),
-            )
-            place = (chosen[:, :, None] * E + chosen[:, None, :]).flatten().cpu()
-            for sums, term in zip(self.fold, terms, strict=True):
-                sums.index_add_(0, place, term.flatten().cpu())
-            self.norm.index_add_(0, chosen.flatten().cpu(), n.flatten().cpu())
-            self.pairs += chosen.flatten().cpu().bincount(minlength=E)
+    def _add_similarities(self, z: Tensor) -> None:
+        everyone = torch.arange(self.layer.num_experts, device=z.device).expand(len(z), -1)
+        outputs = routed_outputs(self.layer.experts, z, everyone).float().transpose(0, 1)  # [E, T, d]
+        by_expert = outputs.flatten(1)
+        self.inner += (by_expert @ by_expert.T).double().cpu()
+        norms = torch.linalg.vector_norm(outputs, dim=-1, keepdim=True)
+        unit = (outputs / norms.clamp_min(torch.finfo(torch.float32).tiny)).flatten(1)
+        self.cosine += (unit @ unit.T).double().cpu()
+
+    def _add_pairs(self, z: Tensor, ids: Tensor) -> None:
+        E = self.layer.num_experts
+        outputs = routed_outputs(self.layer.experts, z, ids).double()  # [T, k, d]
+        n = torch.linalg.vector_norm(outputs, dim=-1)
+        terms = (
+            n[:, :, None] * (outputs @ outputs.mT),
+            n[:, :, None] * n[:, None, :].square(),
+            n[:, :, None].pow(3).expand(-1, -1, n.shape[1]),
+        )
+        place = (ids[:, :, None] * E + ids[:, None, :]).flatten().cpu()
+        for sums, term in zip(self.fold, terms, strict=True):
+            sums.index_add_(0, place, term.flatten().cpu())
+        self.norm.index_add_(0, ids.flatten().cpu(), n.flatten().cpu())
+        self.pairs += ids.flatten().cpu().bincount(minlength=E)
 
     def tensors(self) -> dict[str, NDArray[np.float32]]:
         """The calibration, see `base_core.rivals`."""
@@ -89,7 +101,7 @@ class LayerSums:
         scalar, loss = fold_tables(*self.fold.view(3, E, E).numpy())
         similarity = {
             "similarity_frobenius": frobenius_similarity(self.inner.numpy()),
-            "similarity_cosine": (self.cosine.numpy() / self.tokens + 1) / 2,
+            "similarity_cosine": (self.cosine.numpy() / min(self.tokens, SIMILARITY_TOKENS) + 1) / 2,
             "similarity_cka": self._cka(),
         }
         for matrix in similarity.values():
@@ -100,16 +112,9 @@ class LayerSums:
         named = {**similarity, "norm": norm, "fold_scalar": scalar, "fold_loss": loss}
         return {name: array.astype(np.float32) for name, array in named.items()}
 
-    def _chunk(self, z: Tensor) -> int:
-        return max(1, CHUNK_NUMBERS // (self.layer.num_experts * z.shape[1]))
-
-    def _all_outputs(self, z: Tensor) -> Tensor:
-        everyone = torch.arange(self.layer.num_experts, device=z.device).expand(len(z), -1)
-        return routed_outputs(self.layer.experts, z, everyone).float()
-
     @torch.inference_mode()
     def _cka(self) -> NDArray[np.float64]:
-        """Linear CKA of centred outputs, from token by token products, which give the same as feature by feature ones."""
+        """Linear CKA of centred outputs; products of tokens give the same as products of features."""
         z = torch.cat(self.cka_inputs)
         grams = []
         for expert in range(self.layer.num_experts):
@@ -134,8 +139,8 @@ def fold_tables(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """ExFold's scalars c(s -> t) and relative losses L(s -> t), both [E, E], from the sums in `LayerSums.fold`.
 
-    c is the least-squares factor that makes E_t look like E_s, tokens weighted by ||E_s||; the loss is what remains, the
-    whole being 1. A pair that was never seen together gets scalar 0 and a loss above any other, an expert and itself
+    c is the least-squares factor that makes E_t look like E_s, tokens weighted by ||E_s||; the loss is what remains,
+    the whole being 1. A pair that was never seen together gets scalar 0 and a loss above any other, an expert and itself
     scalar 1 and the same loss.
     """
     seen = source > 0
@@ -191,7 +196,12 @@ def calibrate_rivals(
         tokens=wanted,
         versions=installed_versions(),
     )
-    settings = {"cka_tokens": min(CKA_TOKENS, wanted), "ridge": RIDGE, "clip": CLIP}
+    settings = {
+        "similarity_tokens": min(SIMILARITY_TOKENS, wanted),
+        "cka_tokens": min(CKA_TOKENS, wanted),
+        "ridge": RIDGE,
+        "clip": CLIP,
+    }
     fitted = {}
     for layer, layer_sums in tqdm(
         list(zip(layers, sums, strict=True)), desc="similarities", unit="layer", leave=False, disable=not progress
