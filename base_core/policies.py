@@ -9,7 +9,7 @@
 | top_k | router weights | union of each row's first k | drop | renormalise | none |
 | oea | none | union of each row's first k0 | backfill | renormalise | none |
 | sere | none | union of each row's first S, and what resembles none of it | substitute | native | similarity |
-| lynx | votes by affinity bin | union of each row's anchor, then optionally the budget | backfill | renormalise | none |
+| lynx | votes by affinity bin | union of each row's anchor, then perhaps the budget | backfill | renormalise | none |
 | exfold | weight x mean norm | budget | fold | scaled | norms, scalars, losses |
 | xshare | score sum | first k0 of each row, then the budget | backfill | renormalise | none |
 

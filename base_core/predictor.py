@@ -173,8 +173,8 @@ class Card:
         if not distance <= tolerance:
             raise PredictorError(
                 f"{what} fingerprint differs from the model's routers by {distance:.3f} (tolerance {tolerance:g}): "
-                f"it was calibrated on {self.model_id!r}; calibrate one for this model ({remedy}), or raise the tolerance "
-                f"for a quantised copy"
+                f"it was calibrated on {self.model_id!r}; calibrate one for this model ({remedy}), or raise the "
+                f"tolerance for a quantised copy"
             )
 
 

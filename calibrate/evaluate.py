@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import time
@@ -14,19 +13,19 @@ from typing import Any
 from tqdm import tqdm
 
 from backends.cuda.generate import load
-from base_core import Budget
+from base_core import Budget, load_predictor
 from base_core.embedded import MODELS, model_path, predictor_path
 from base_core.embedded.tasks import STOP, evaluation_examples, examples
-from base_core.files import write_atomically
 from base_core.policies import POLICIES
 from base_core.report import format_table, write_report
 from base_core.rivals import load_rivals, save_rivals
 from calibrate.evaluation import plan, report, tables
 from calibrate.evaluation.matching import StepCost
+from calibrate.evaluation.prompt_file import Prompt, read_prompts
 from calibrate.evaluation.report import ModelRows
-from calibrate.evaluation.subject import Prompt, Subject, read_prompts
+from calibrate.evaluation.subject import Subject
 from calibrate.evaluation.units import Row, Store, Unit, run_units
-from calibrate.evaluation.variants import UNION, union_size
+from calibrate.evaluation.variants import UNION, Variant, union_size
 from calibrate.rivals import calibrate_rivals
 from calibrate.text import Document, pack, tokenise
 
@@ -224,6 +223,60 @@ def _run_grid(args: argparse.Namespace, cost: StepCost | None) -> None:
         store.remove()
 
 
+def _run_mlx(args: argparse.Namespace) -> None:
+    try:
+        from calibrate.evaluation import mlx_path
+    except ImportError as error:
+        raise ValueError(f"--backend mlx is not installed here ({error}): take torch") from error
+    if args.out is not None or args.bench is not None or args.rivals is not None:
+        raise ValueError("--backend mlx measures accuracy, experts and speed: leave out --out, --bench and --rivals")
+    budgets = parse_budgets(args.budgets)
+    policies = mlx_path.OFFERED if args.policies == "all" else parse_policies(args.policies, has_rivals=False)
+    mlx_path.check_offered(policies, budgets)
+    prompts = _prompts(args)
+    name, source, predictor = _sources(args)
+    variants = [Variant("dense"), *(Variant(p, budget) for p in policies if p != "dense" for budget in budgets)]
+    seeds = parse_seeds(args.seeds)
+    started = time.perf_counter()
+    with tqdm(total=len(variants) * len(seeds) * len(prompts), unit="prompt") as bar:
+        rows = mlx_path.evaluate_mlx(
+            name,
+            source,
+            None if predictor is None else load_predictor(predictor),
+            prompts,
+            variants,
+            batch=args.batch,
+            max_tokens=args.max_tokens,
+            temperature=args.temperature,
+            seeds=seeds,
+            dtype=None if args.dtype == "auto" else args.dtype,
+            bar=bar,
+        )
+    print_speed_rows(rows)
+    if args.json is not None:
+        write_report(args.json, rows, _settings(args, time.perf_counter() - started))
+        print(f"rows written to {args.json}")
+
+
+def print_speed_rows(rows: Sequence[Row]) -> None:
+    """The table of the MLX backend on the terminal."""
+    header = ["policy", "experts", "union", "right answers", "95 % interval", "cost kept", "tokens/s", "of dense"]
+    body = [
+        [
+            row["label"],
+            f"{row['active_mean']:.2f}",
+            f"{row['union_mean']:.2f}",
+            tables.percent(row["accuracy"]),
+            tables.interval(row),
+            tables.percent(row["kept_energy"], 2),
+            f"{row['tokens_per_s']:.1f}",
+            f"{row['ratio_to_dense']:.2f}",
+        ]
+        for row in rows
+    ]
+    print(format_table([header, *body]))
+
+
 def print_rows(rows: Sequence[Row]) -> None:
     """The table on the terminal."""
 
@@ -275,9 +328,14 @@ def _evaluate_embedded(name: str, args: argparse.Namespace) -> Any:
 
     prompts = _embedded_prompts(args.prompts)
     subject = Subject(
-        f"embedded/{name}", model_path(name), predictor_path(name), prompts, max_tokens=args.max_tokens, dtype="float32",
+        f"embedded/{name}",
+        model_path(name),
+        predictor_path(name),
+        prompts,
+        max_tokens=args.max_tokens,
+        dtype="float32",
         progress=True,
-    )  # fmt: skip
+    )
     folder = args.out / "partial" / name
     rivals_path = folder / "rivals.safetensors"
     if not (args.resume and rivals_path.exists()):
@@ -291,10 +349,11 @@ def _evaluate_embedded(name: str, args: argparse.Namespace) -> Any:
         main = plan.main_units(subject, budgets)
         one_task, sweep = plan.arrangement_units(), plan.sweep_units(max(1, args.prompts // 2))
         bar.total = len(anchors) + len(main) + len(one_task) + len(sweep)
-        rows = [run_units(subject, units, store, bar) for units in ([*anchors, *main], one_task, sweep)]
+        main_rows = run_units(subject, [*anchors, *main], store, bar)
+        one_task_rows, sweep_rows = (run_units(subject, units, store, bar) for units in (one_task, sweep))
     model = subject.model
     facts = (
         f"{len(subject.engine.layers)} MoE layers of {subject.num_experts} experts, {subject.k} a token, width "
         f"{model.config.hidden_size}; {'normalised' if subject.normalises else 'raw'} routing weights."
     )
-    return ModelRows(name, budgets, *rows, facts)
+    return ModelRows(name, budgets, main_rows, one_task_rows, sweep_rows, facts)

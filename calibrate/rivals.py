@@ -140,8 +140,8 @@ def fold_tables(
     """ExFold's scalars c(s -> t) and relative losses L(s -> t), both [E, E], from the sums in `LayerSums.fold`.
 
     c is the least-squares factor that makes E_t look like E_s, tokens weighted by ||E_s||; the loss is what remains,
-    the whole being 1. A pair that was never seen together gets scalar 0 and a loss above any other, an expert and itself
-    scalar 1 and the same loss.
+    the whole being 1. A pair that was never seen together gets scalar 0 and a loss above any other, an expert and
+    itself scalar 1 and the same loss.
     """
     seen = source > 0
     scalar = np.where(seen, np.clip(product / (target + RIDGE), -CLIP, CLIP), 0)

@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from backends.cuda.experts import EXPERTS_IMPLEMENTATION, register_experts
 from backends.cuda.families import find_moe_layers
 from base_core.selection import DECODE, PADDING
-from calibrate.evaluation.prompts import Prefilled
+from calibrate.evaluation.prefill import Prefilled
 from calibrate.evaluation.routing import LayerProbe, Rule, Tally
 
 EMPTY = -1
@@ -152,7 +152,7 @@ class _Run:
     def refill(self) -> bool:
         """Gives free slots to waiting prompts; False when nothing is left to decode."""
         started: list[int] = []
-        for row in np.flatnonzero(self.owner == EMPTY):
+        for row in np.flatnonzero(self.owner == EMPTY).tolist():
             queue = self.queues[row // self.batch]
             while queue:
                 prompt = queue.popleft()

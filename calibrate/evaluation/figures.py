@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 import matplotlib
 
@@ -29,7 +30,7 @@ STYLES = {
     "exfold": ("#d4679c", "h"),
     "xshare": ("#5b7c99", "d"),
 }
-SETTINGS = {"svg.fonttype": "none", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+SETTINGS: Any = {"svg.fonttype": "none", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
 
 
 def _svg(figure: plt.Figure, name: str) -> str:

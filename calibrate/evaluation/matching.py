@@ -107,7 +107,8 @@ class StepCost:
             timed = [row for row in rows if row["policy"] in ("dense", "base")]
             points = [(row["active_mean"], row["ms_per_layer"]) for row in timed]
             selection = [row["selection_ms_per_layer"] for row in timed if row["selection_ms_per_layer"] is not None]
-            slope, fixed = np.polyfit(*np.array(points, float).T, 1)
+            active, milliseconds = np.array(points, float).T
+            slope, fixed = np.polyfit(active, milliseconds, 1)
             selection_ms = float(np.median(selection))
         except (OSError, ValueError, KeyError, TypeError, np.linalg.LinAlgError) as error:
             raise ValueError(f"--bench {str(path)!r} is no file of base-moe bench --json: {error}") from error

@@ -16,28 +16,29 @@ from calibrate.evaluation.plan import REGIMES
 from calibrate.evaluation.units import Row
 
 MEASURES = (
-    "*experts*: mean number of experts that one layer reads in one decode step, over all batches, steps and layers, with "
-    "the policy decoding its own text. All other measures but accuracy are taken with the dense model's tokens decoded "
-    "under the policy. *energy kept*: true removal energy of the chosen experts, relative to the best choice of as many. "
-    "*layer error*: squared error of the routed experts' output relative to the dense output's squared norm, at the same "
-    "input, mean over layers. *KL*: KL divergence from the dense next-token distribution, nats a token. *agreement*: "
-    "share of tokens whose likeliest token is the dense model's; drafting under the policy and verifying with the dense "
-    "model would accept at most that share. Intervals are 95 % (Wilson); differences are paired by prompt (Agresti-Min)."
+    "*experts*: mean number of experts that one layer reads in one decode step, over all batches, steps and "
+    "layers, with the policy decoding its own text. All other measures but accuracy are taken with the dense "
+    "model's tokens decoded under the policy. *energy kept*: true removal energy of the chosen experts, relative "
+    "to the best choice of as many. *layer error*: squared error of the routed experts' output relative to the "
+    "dense output's squared norm, at the same input, mean over layers. *KL*: KL divergence from the dense "
+    "next-token distribution, nats a token. *agreement*: share of tokens whose likeliest token is the dense "
+    "model's; drafting under the policy and verifying with the dense model would accept at most that share. "
+    "Intervals are 95 % (Wilson); differences are paired by prompt (Agresti-Min)."
 )
 DECODING = (
-    "Prompts are prefilled dense; only decode steps are restricted. A batch is a number of slots: a prompt that ends gives "
-    "its slot to the next, so rows of a batch are at different positions. The first token of every answer comes from "
-    "prefill and is the same for all policies."
+    "Prompts are prefilled dense; only decode steps are restricted. A batch is a number of slots: a prompt that "
+    "ends gives its slot to the next, so rows of a batch are at different positions. The first token of every "
+    "answer comes from prefill and is the same for all policies."
 )
 MATCHED = (
-    "Each rival stands against BASE with the same budget where it has one; else against the BASE budget that reads most "
-    "without reading more than the rival (1 % tolerance). `union:n` is a budget that allows, at every step and layer, as "
-    "many experts as the union of each row's first n has: exactly what OEA and SERE load there. *ahead* says `base` or "
-    "`rival` where the 95 % interval of the difference leaves zero out, else `even`."
+    "Each rival stands against BASE with the same budget where it has one; else against the BASE budget that reads "
+    "most without reading more than the rival (1 % tolerance). `union:n` is a budget that allows, at every step "
+    "and layer, as many experts as the union of each row's first n has: exactly what OEA and SERE load there. "
+    "*ahead* says `base` or `rival` where the 95 % interval of the difference leaves zero out, else `even`."
 )
 NO_TIME = (
-    "At equal time for a step: not computed. Give a file of `base-moe bench --json` with `--bench`; time is then taken as "
-    "a constant and a cost for each expert read."
+    "At equal time for a step: not computed. Give a file of `base-moe bench --json` with `--bench`; time is then "
+    "taken as a constant and a cost for each expert read."
 )
 
 
@@ -93,10 +94,10 @@ def full_report(models: Sequence[ModelRows], command: str, seconds: float, cost:
         Heading(1, "Quality against cost: every policy on the embedded models"),
         Text(f"Made by `{command}` in {seconds / 60:.0f} minutes. {_versions()}"),
         Text(
-            f"Every model answers {prompts} held-out prompts of eight tasks with exact answers, greedily, in float32. The "
-            f"models are small and trained for these tasks: what carries over is the order of the policies and its reasons, "
-            f"not the absolute numbers. The paper's figures are from {paper.SOURCE}, on models of 16 to 30 billion "
-            f"parameters."
+            f"Every model answers {prompts} held-out prompts of eight tasks with exact answers, greedily, in "
+            "float32. The models are small and trained for these tasks: what carries over is the order of the "
+            f"policies and its reasons, not the absolute numbers. The paper's figures are from {paper.SOURCE}, on "
+            "models of 16 to 30 billion parameters."
         ),
         Text(DECODING),
         Text(MEASURES),
@@ -153,9 +154,9 @@ def _time(rows: Sequence[Row], cost: StepCost | None) -> list[Block]:
     return [
         Heading(3, "At equal time for a step"),
         Text(
-            f"From `{cost.source}`: a layer takes {cost.fixed_ms:.3f} ms + {cost.expert_ms:.4f} ms an expert; BASE's "
-            f"selection adds {cost.selection_ms:.3f} ms, the time of {cost.spared:.1f} experts, which BASE has to do without "
-            f"here. The rivals' own selection is taken as free."
+            f"From `{cost.source}`: a layer takes {cost.fixed_ms:.3f} ms + {cost.expert_ms:.4f} ms an expert; "
+            f"BASE's selection adds {cost.selection_ms:.3f} ms, the time of {cost.spared:.1f} experts, which BASE "
+            "has to do without here. The rivals' own selection is taken as free."
         ),
         tables.equal_time(rows, cost),
     ]
@@ -192,9 +193,9 @@ def _rival_wins(models: Sequence[ModelRows]) -> str:
     found = [c for model in models for rows in (model.main, model.one_task, model.sweep) for c in _against(rows)]
     counts = tables.verdicts(found)
     text = (
-        f"In {len(found)} comparisons at equal active experts BASE is ahead in {counts['base']}, even in {counts['even']}, "
-        f"and behind in {counts['rival']} (95 % intervals, so about one in forty of truly even pairs would count as won "
-        f"by either side)."
+        f"In {len(found)} comparisons at equal active experts BASE is ahead in {counts['base']}, even in "
+        f"{counts['even']}, and behind in {counts['rival']} (95 % intervals, so about one in forty of truly even "
+        "pairs would count as won by either side)."
     )
     if not counts["rival"]:
         return text
@@ -234,8 +235,8 @@ def _model(model: ModelRows, cost: StepCost | None) -> list[Block]:
     regimes = ", ".join(f"{regime} M={fixed}" for regime, fixed in model.budgets.items())
     blocks += [
         Text(
-            f"Regimes: {regimes}, the mean number of experts that OEA reads with k0 = 1 and 2, rounded down. SERE at rho = 0; "
-            f"ExFold, XShare and Lynx filled up get the same budget as BASE."
+            f"Regimes: {regimes}, the mean number of experts that OEA reads with k0 = 1 and 2, rounded down. SERE "
+            "at rho = 0; ExFold, XShare and Lynx filled up get the same budget as BASE."
         ),
         tables.table_1(rows, model.budgets),
     ]
@@ -256,13 +257,14 @@ def _model(model: ModelRows, cost: StepCost | None) -> list[Block]:
         tables.equal_quality(rows),
         Heading(3, "Gap to the oracle"),
         Text(
-            "The oracle ranks by true energies, for which every routed expert has to run: the most that a predictor can reach."
+            "The oracle ranks by true energies, for which every routed expert has to run: the most that a "
+            "predictor can reach."
         ),
         tables.comparison_table(tables.oracle_gap(rows)),
         Heading(3, "Table 2: ranking rules"),
         Text(
-            "All with backfill and native weights, at the size of the top-1 union of every step and layer. The paper's columns "
-            "are Qwen3-30B's."
+            "All with backfill and native weights, at the size of the top-1 union of every step and layer. The "
+            "paper's columns are Qwen3-30B's."
         ),
         tables.table_2(rows),
         Heading(3, "Table 3: fill rules"),
@@ -285,15 +287,15 @@ def _model(model: ModelRows, cost: StepCost | None) -> list[Block]:
 
 def _sweep_text(model: ModelRows) -> str:
     text = (
-        "Restricted regime at every batch size, on fewer prompts: the budget is the size of the top-1 union, which OEA and "
-        "SERE load."
+        "Restricted regime at every batch size, on fewer prompts: the budget is the size of the top-1 union, which "
+        "OEA and SERE load."
     )
     budgets = paper.BATCH_BUDGETS.get(model.model_type)
     if budgets is None:
         return text
     ours = {row["batch"]: row["active_mean"] for row in model.sweep if row["policy"] == "base"}
     return (
-        f"{text} It comes to {', '.join(f'{n:.1f} at {batch}' for batch, n in sorted(ours.items()))} experts; the paper, "
-        f"which matches speed, has M = {', '.join(f'{n} at {batch}' for batch, n in budgets.items())} on "
+        f"{text} It comes to {', '.join(f'{n:.1f} at {batch}' for batch, n in sorted(ours.items()))} experts; the "
+        f"paper, which matches speed, has M = {', '.join(f'{n} at {batch}' for batch, n in budgets.items())} on "
         f"{paper.TABLE_1[model.model_type].name}."
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,58 +18,13 @@ from base_core.policies import RivalCalibration
 from base_core.rivals import SIMILARITIES, Rivals
 from calibrate.evaluation.engine import EMPTY, Decoding, Engine, deal
 from calibrate.evaluation.metrics import Reference
-from calibrate.evaluation.prompts import prefill
+from calibrate.evaluation.prefill import prefill
+from calibrate.evaluation.prompt_file import Prompt
 from calibrate.evaluation.variants import Variant, VariantRule
 
 ROWS_TOGETHER = 256
 """Rows of all batches that decode side by side."""
 MIXED, ONE_TASK = "mixed", "one task"
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt; `answer` and `task` are None where they are not known."""
-
-    text: str
-    answer: str | None = None
-    task: str | None = None
-
-
-def read_prompts(path: Path) -> list[Prompt]:
-    """Prompts of a JSONL file: an object with `prompt`, and optionally `answer` and `task`, a line.
-
-    Raises:
-        ValueError: a file that cannot be read, no prompt in it, a bad line, or answers on some lines only.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--prompts-file {str(path)!r} cannot be read as UTF-8: {error}") from error
-    prompts = [
-        _read_prompt(line, f"--prompts-file {str(path)!r}, line {i}") for i, line in enumerate(lines, 1) if line.strip()
-    ]
-    if not prompts:
-        raise ValueError(f'--prompts-file {str(path)!r} holds no prompt: write {{"prompt": "some text"}} a line')
-    for name in ("answer", "task"):
-        missing = [prompt for prompt in prompts if getattr(prompt, name) is None]
-        if 0 < len(missing) < len(prompts):
-            raise ValueError(
-                f"--prompts-file {str(path)!r}: {len(missing)} of {len(prompts)} prompts have no {name!r}; "
-                f"give it on every line or on none"
-            )
-    return prompts
-
-
-def _read_prompt(line: str, where: str) -> Prompt:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from error
-    fields = record if isinstance(record, dict) else {}
-    values = [fields.get(name) for name in ("prompt", "answer", "task")]
-    if not values[0] or not all(value is None or isinstance(value, str) for value in values):
-        raise ValueError(f'{where}: expected an object with a string "prompt", and strings "answer" and "task" or none')
-    return Prompt(*values)
 
 
 class Subject:
@@ -116,7 +70,7 @@ class Subject:
         layers = self.engine.layers
         self.num_experts, self.k = layers[0].num_experts, layers[0].experts_per_token
         self.normalises = router_rule(layers[0]).normalise != "none"
-        self._description = {
+        self._description: dict[str, Any] = {
             "model_type": layers[0].family.model_type,
             "layers": tuple(layer.index for layer in layers),
             "num_experts": self.num_experts,

@@ -135,7 +135,8 @@ def paper_table_1(rows: Sequence[Row], budgets: Mapping[str, int], model_type: s
     if printed is None:
         return None
     dense = _one(rows, "dense")
-    body, strong = [], []
+    body: list[list[str]] = []
+    strong: list[int] = []
     for regime in REGIMES:
         ours = {row["policy"]: row for row in reversed(regime_rows(rows, budgets, regime))}
         for line in printed.regimes[regime]:
