@@ -197,8 +197,9 @@ class ExFold:
 class XShare:
     """XShare (2602.07265): the first `k0` experts of each row, then the largest score sums up to the budget.
 
-    With `raw_logits` set, columns are summed and weights formed the way the vLLM pull request 35551 does: raw logits
-    instead of scores, so that one row's very negative logit can veto an expert.
+    With `raw_logits` it is what the vLLM pull request 35551 codes instead: raw logits are summed, so that one row's very
+    negative logit can veto an expert; a row's first `k0` are kept for that row alone, so that the active set may exceed
+    the budget and others do not share them; and a budget below the native top-k leaves every row its own top-k.
     """
 
     k0: int = 1
@@ -206,9 +207,15 @@ class XShare:
 
     def __call__(self, step: Step, budget: Budget) -> Selection:
         _in_range("xshare", "k0", self.k0, 0, step.k)
-        scores, rows = step.routing.scores, step.rows == DECODE
+        scores, rows, ids = step.routing.scores, step.rows == DECODE, step.ranked_ids
         total = (step.router_logits if self.raw_logits else scores)[rows].sum(0).astype(np.float32)
-        warm = step.members(step.ranked_ids[:, : self.k0])
+        if self.raw_logits:
+            limit = budget.limit(step.num_experts)
+            allowed = np.zeros(scores.shape, bool)
+            allowed[:, most_preferred(total[None], limit)[0]] = True
+            np.put_along_axis(allowed, ids if limit < step.k else ids[:, : self.k0], True, axis=1)
+            return _restrict(step, allowed, "renormalise", total)
+        warm = step.members(ids[:, : self.k0])
         return _restrict(step, _fill_up(warm, total, budget), "renormalise", total)
 
 
@@ -365,11 +372,13 @@ def _executed(step: Step, ids: NDArray, weights: NDArray, cost: NDArray) -> Sele
 
 
 def _restrict(step: Step, active: NDArray, denominator: Denominator, cost: NDArray) -> Selection:
-    """Restricted top-k inside `active`; experts that no row takes up are not read."""
+    """Restricted top-k inside `active`, [E] or of each row [T, E]; experts that no row takes up are not read."""
     routing = step.routing
-    native = active[routing.ids].all(1, keepdims=True)
+    allowed = np.broadcast_to(active, routing.scores.shape)
+    native = np.take_along_axis(allowed, routing.ids, axis=1).all(1, keepdims=True)
+    preference = np.where(allowed, routing.preference, -np.inf)
     ids, weights = fill_slots(
-        "backfill", denominator, routing.scores, routing.ids, routing.weights, active, routing.preference
+        "backfill", denominator, routing.scores, routing.ids, routing.weights, allowed.any(0), preference
     )
     ids = np.where(native, routing.ids, ids)
     weights = np.where(native, routing.weights, weights)

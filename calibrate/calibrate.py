@@ -25,8 +25,10 @@ from backends.cuda.families import FAMILIES, MoELayer, find_moe_layers, fingerpr
 from base_core import Card, LayerPredictor, Predictor, save_predictor
 from base_core.embedded import model_path
 from base_core.report import installed_versions
+from base_core.rivals import save_rivals
 from calibrate.inspect import describe
 from calibrate.ridge import MIN_PAIRS, LayerFit, fit_layer
+from calibrate.rivals import DEFAULT_RIVAL_TOKENS, calibrate_rivals
 from calibrate.statistics import LayerStatistics, read_state, read_tensors, statistics_bytes, write_checkpoint
 from calibrate.text import Sequences, describe_source, read_sequences
 from calibrate.torch_pass import Batch, collecting
@@ -368,7 +370,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=("plain text, or JSONL with a text, or with a prompt and an answer, a line"),
     )
-    parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="for instance predictor.safetensors")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="for instance predictor.safetensors")
+    parser.add_argument(
+        "--rivals",
+        type=Path,
+        metavar="FILE",
+        help="also, or instead, what base-moe eval needs for sere and exfold, calibrated on the same text",
+    )
+    parser.add_argument(
+        "--rival-tokens",
+        type=int,
+        default=DEFAULT_RIVAL_TOKENS,
+        metavar="N",
+        help=f"for --rivals, at most this many tokens that count (default: {DEFAULT_RIVAL_TOKENS:,})",
+    )
     parser.add_argument("--model", metavar="PATH_OR_ID", help="checkpoint (default: the embedded model)")
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a hub checkpoint")
     parser.add_argument(
@@ -420,19 +435,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Writes a predictor and prints its card.
+    """Writes a predictor and prints its card, or the rivals' calibration, or both.
 
     Raises:
         ValueError: options, text, model, checkpoint or output file that cannot be used; before the model is loaded
             where that is possible.
     """
-    for name in ("tokens", "length", "memory", "batch_tokens"):
+    for name in ("tokens", "length", "memory", "batch_tokens", "rival_tokens"):
         value = getattr(args, name)
         if value is not None and value <= 0:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be above 0")
     if args.checkpoint_minutes < 0:
         raise ValueError(f"--checkpoint-minutes {args.checkpoint_minutes:g} must not be negative")
-    partial = _check_out(args.out, args.resume)
+    if args.out is None and args.rivals is None:
+        raise ValueError(
+            "nothing to calibrate: give --out for a predictor, --rivals for the rivals' calibration, or both"
+        )
+    if args.rivals is not None:
+        _check_file("--rivals", args.rivals)
+    partial = None if args.out is None else _check_out(args.out, args.resume)
     device = _device(args.device)
     files = describe_source(args.data)
     reference = str(args.model or model_path())
@@ -458,38 +479,60 @@ def run(args: argparse.Namespace) -> None:
     )
     with torch.device("meta"):
         skeleton = find_moe_layers(AutoModelForCausalLM.from_config(config))
-    check_amount(sequences, skeleton[0], settings)
+    if partial is not None:
+        check_amount(sequences, skeleton[0], settings)
     if settings.memory is not None:
         size = statistics_bytes(skeleton[0].num_experts, skeleton[0].hidden_size)
         plan_passes([layer.index for layer in skeleton], size, settings.memory)
-    if partial.exists():
+    if partial is not None and partial.exists():
         check_identity(partial, read_state(partial), data_identity(sequences, origin, settings))
     model = _load_model(reference, args.revision, args.model_dtype).to(device)
-    try:
-        predictor = calibrate_model(model, sequences, settings=settings, origin=origin, partial=partial, progress=True)
-    except KeyboardInterrupt:
-        if partial.exists():
-            print(f"\nkept in {partial}: the same command with --resume goes on from there", file=sys.stderr)
-        raise
-    save_predictor(args.out, predictor, args.dtype)
-    partial.unlink(missing_ok=True)
-    print(describe(predictor))
-    print(f"written to {args.out}")
+    if partial is not None:
+        try:
+            predictor = calibrate_model(
+                model, sequences, settings=settings, origin=origin, partial=partial, progress=True
+            )
+        except KeyboardInterrupt:
+            if partial.exists():
+                print(f"\nkept in {partial}: the same command with --resume goes on from there", file=sys.stderr)
+            raise
+        save_predictor(args.out, predictor, args.dtype)
+        partial.unlink(missing_ok=True)
+        print(describe(predictor))
+        print(f"written to {args.out}")
+    if args.rivals is not None:
+        rivals = calibrate_rivals(
+            model,
+            sequences,
+            tokens=args.rival_tokens,
+            batch_tokens=args.batch_tokens,
+            model_id=origin.model_id,
+            model_revision=origin.model_revision,
+            source=files,
+            progress=True,
+        )
+        save_rivals(args.rivals, rivals)
+        print(f"rivals' calibration on {rivals.card.tokens:,} tokens written to {args.rivals}")
 
 
 def _check_out(out: Path, resume: bool) -> Path:
     """The checkpoint's path, when both files can be written."""
-    folder = out.absolute().parent
-    if not folder.is_dir():
-        raise ValueError(f"--out {str(out)!r}: its folder does not exist, create it first")
-    if out.is_dir():
-        raise ValueError(f"--out {str(out)!r} is a folder: give a file, for instance {out / 'predictor.safetensors'}")
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"--out {str(out)!r}: its folder cannot be written to")
+    _check_file("--out", out)
     partial = out.with_name(f"{out.name}.partial")
     if partial.exists() and not resume:
         raise ValueError(f"{str(partial)!r} is an unfinished calibration: add --resume to go on with it, or remove it")
     return partial
+
+
+def _check_file(flag: str, path: Path) -> None:
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"{flag} {str(path)!r}: its folder does not exist, create it first")
+    if path.is_dir():
+        example = path / f"{'predictor' if flag == '--out' else 'rivals'}.safetensors"
+        raise ValueError(f"{flag} {str(path)!r} is a folder: give a file, for instance {example}")
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{flag} {str(path)!r}: its folder cannot be written to")
 
 
 def _device(name: str) -> torch.device:

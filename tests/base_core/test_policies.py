@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 
 from base_core import RouterRule, Routing, route, select
 from base_core.policies import POLICIES, RANKINGS, RivalCalibration, Step, run_policy
@@ -204,13 +204,161 @@ def test_xshare_fills_up_to_the_budget():
 def test_xshare_raw_logits_let_one_row_veto():
     logits = np.array([[2.0, 1.0, 0.0, 0.0], [2.0, 1.0, 0.0, 0.1], [-90.0, 1.0, 0.5, 0.0]], np.float32)
     step = lynx_step(logits, 2)
-    assert active(run_policy("xshare", step, 1, k0=0)) == [0]
-    assert active(run_policy("xshare", step, 1, k0=0, raw_logits=True)) == [1]
+    assert active(run_policy("xshare", step, 2, k0=0)) == [0, 1]
+    assert active(run_policy("xshare", step, 2, k0=0, raw_logits=True)) == [1, 2]
+
+
+def test_xshare_raw_logits_below_k_restrict_nothing():
+    step = lynx_step(LOGITS, 2)
+    got = run_policy("xshare", step, 1, k0=0, raw_logits=True)
+    assert got.ids.tobytes() == step.routing.ids.tobytes() and got.weights.tobytes() == step.routing.weights.tobytes()
+
+
+def test_xshare_raw_logits_keep_a_rows_favourite_for_that_row_alone():
+    step = lynx_step([[5.0, 3.0, 0.0, 1.0], [5.0, 4.0, 0.0, 1.0], [0.0, -1.0, 2.0, 1.9]], 2)
+    got = run_policy("xshare", step, 2, k0=1, raw_logits=True)
+    # sums 10, 6, 2, 3.9: 0 and 1 for all, 2 only for row 2, which fills up with 0
+    assert active(got) == [0, 1, 2], "one more than the budget"
+    assert got.ids.tolist() == [[0, 1], [0, 1], [2, 0]]
 
 
 def test_xshare_renormalises():
     got = run_policy("xshare", make_step(SCORES, 2), 2, k0=0)
     np.testing.assert_allclose(got.weights.sum(1), 1, rtol=1e-6)
+
+
+def test_xshare_backfills_from_anybodys_favourite():
+    got = run_policy("xshare", make_step(SCORES, 2), 2, k0=1)
+    assert got.ids.tolist() == [[0, 2], [4, 2], [2, 0]]
+
+
+def test_top_k_gives_the_whole_weight_to_what_is_left():
+    got = run_policy("top_k", make_step(SCORES, 3), k=2)
+    assert active(got) == [0, 1, 2, 3, 4]
+    assert got.ids.tolist() == [[0, 1, 0], [4, 3, 4], [2, 0, 2]]
+    np.testing.assert_allclose(got.weights, [[5 / 8, 3 / 8, 0], [8 / 13, 5 / 13, 0], [4 / 7, 3 / 7, 0]], rtol=1e-6)
+
+
+def test_top_k_of_a_model_with_raw_weights_leaves_them():
+    got = run_policy("top_k", make_step(SCORES, 3, normalise=False), k=1, denominator="native")
+    np.testing.assert_allclose(got.weights, [[0.5, 0, 0], [0.4, 0, 0], [0.4, 0, 0]], rtol=1e-6)
+
+
+def test_top_k_goes_by_preference_not_by_slot():
+    step = make_step(SCORES, 2)
+    routing = Routing(*(a[:, ::-1] if a.shape[1] == 2 else a for a in vars(step.routing).values()))
+    got = run_policy("top_k", Step(routing, step.rows), k=1)
+    assert active(got) == [0, 2, 4]
+    np.testing.assert_allclose(got.weights, [[0, 1], [0, 1], [0, 1]])
+
+
+def test_top_k_of_k_is_dense():
+    step = make_step(SCORES, 2)
+    got = run_policy("top_k", step, k=2)
+    assert got.ids.tobytes() == step.routing.ids.tobytes() and got.weights.tobytes() == step.routing.weights.tobytes()
+
+
+def test_top_k_ignores_padding_rows():
+    got = run_policy("top_k", make_step(SCORES, 2, rows=[1, 0, 1]), k=1)
+    assert active(got) == [0, 2] and not got.weights[1].any()
+
+
+def test_oea_native_denominator_leaves_less_than_the_whole():
+    got = run_policy("oea", make_step(SCORES, 2), k0=1, denominator="native")
+    np.testing.assert_allclose(got.weights, [[5 / 8, 1 / 8], [8 / 13, 4 / 13], [4 / 7, 3 / 7]], rtol=1e-6)
+
+
+def test_oea_of_a_model_with_raw_weights_keeps_each_rows_total():
+    got = run_policy("oea", make_step(SCORES, 2, normalise=False), k0=1)
+    np.testing.assert_allclose(got.weights.sum(1), [0.8, 0.65, 0.7], rtol=1e-6)
+
+
+def test_sere_ignores_padding_rows():
+    got = sere(sere_step(rows=[1, 0, 1]), primary=1)
+    assert active(got) == [0, 2], "4 is primary in a padding row only"
+    assert got.ids[0].tolist() == [0, 2]
+
+
+def test_sere_ranks_by_preference_not_by_slot():
+    step = sere_step()
+    routing = Routing(*(a[:, ::-1] if a.shape[1] == 2 else a for a in vars(step.routing).values()))
+    got = sere(Step(routing, step.rows, calibration=step.calibration), primary=1)
+    assert active(got) == [0, 2, 4] and got.ids.tolist() == [[2, 0], [0, 4], [0, 2]]
+
+
+def test_lynx_fills_up_to_the_budget_by_score():
+    step = lynx_step(LOGITS, 2)
+    # anchors 1 and 3, then 0 with 1 + 1/3 votes before 2 with 1
+    assert active(run_policy("lynx", step, 3, alpha=1.0, beta=1, fill_up=True)) == [0, 1, 3]
+    assert active(run_policy("lynx", step, 1, alpha=1.0, beta=1, fill_up=True)) == [1, 3], "anchors stay"
+
+
+def test_lynx_never_fills_up_with_what_nobody_chose():
+    step = lynx_step(LOGITS[:1], 2)
+    assert active(run_policy("lynx", step, 4, alpha=1.0, beta=1, fill_up=True)) == [0, 1]
+
+
+def test_lynx_truncates_bins_toward_the_best():
+    # The runner-up lies 0.5 below the best: within 1 / alpha it shares the top bin, beyond it does not.
+    step = lynx_step([[3.0, 2.5, 0.0], [0.0, 3.0, -9.0]], 2)
+    assert active(run_policy("lynx", step, alpha=1.9, beta=1)) == [1]
+    assert active(run_policy("lynx", step, alpha=2.1, beta=1)) == [0, 1]
+
+
+def test_exfold_folds_a_pair_never_seen_with_weight_zero():
+    unseen = RivalCalibration(norm=np.ones(5), fold_scalar=np.zeros((5, 5)), fold_loss=np.full((5, 5), 1e30))
+    got = run_policy("exfold", make_step(SCORES, 2, calibration=unseen), 2)
+    # importance .625 + .4286, .375, .5714, .3846, .6154: 0 and 4 stay; the lowest index takes what has no best target
+    assert active(got) == [0, 4] and got.ids.tolist() == [[0, 0], [4, 0], [0, 0]]
+    np.testing.assert_allclose(got.weights, [[5 / 8, 0], [8 / 13, 0], [0, 3 / 7]], rtol=1e-6)
+
+
+def test_exfold_ignores_padding_rows():
+    got = run_policy("exfold", make_step(SCORES, 2, rows=[1, 0, 1], calibration=FOLD), 2)
+    # importance 0: .625+.4286, 1: .375, 2: .5714
+    assert active(got) == [0, 2] and not got.weights[1].any()
+
+
+def test_substitute_fill_moves_lost_routes_and_keeps_their_weight():
+    step = make_step(SCORES, 2, calibration=RivalCalibration(similarity=SIMILAR))
+    got = run_policy("weight_sum", step, 2, fill="substitute")
+    # sums: 0 1.05, 1 .375, 2 .57, 3 .38, 4 .62
+    assert active(got) == [0, 4] and got.ids.tolist() == [[0, 4], [4, 0], [4, 0]]
+    np.testing.assert_array_equal(got.weights, step.routing.weights)
+
+
+def test_substitute_fill_needs_similarities():
+    with pytest.raises(ValueError, match="calibration field 'similarity'"):
+        run_policy("weight_sum", make_step(SCORES, 2), 2, fill="substitute")
+
+
+@settings(max_examples=80, deadline=None)
+@given(cases())
+def test_active_sets_have_the_sizes_of_their_definitions(case):
+    routing, rows = case["routing"], case["rows"]
+    assume(not (rows == 2).any())
+    T, E = routing.scores.shape
+    k = routing.ids.shape[1]
+    similarity = np.random.default_rng(0).random((E, E))
+    step = Step(routing, rows, calibration=RivalCalibration(similarity=similarity))
+    live = [t for t in range(T) if rows[t] == 1]
+    for n in range(1, k + 1):
+        favourites = {int(e) for t in live for e in routing.ids[t][:n]}
+        oea = run_policy("oea", step, k0=n)
+        assert set(active(oea)) == favourites and len(favourites) <= n * len(live)
+        assert set(active(run_policy("top_k", step, k=n))) == favourites
+
+        rest = {int(e) for t in live for e in routing.ids[t][n:]} - favourites
+        critical = {e for e in rest if all(similarity[e, p] < 0.9 for p in favourites)}
+        assert set(active(run_policy("sere", step, primary=n))) == favourites
+        assert set(active(run_policy("sere", step, primary=n, threshold=0.9))) == favourites | critical
+
+        for budget in (1, max(1, E // 3), E):
+            got = run_policy("xshare", step, budget, k0=n)
+            assert favourites <= set(active(got)) or not live
+            assert len(active(got)) <= max(budget, len(favourites))
+    lynx = run_policy("lynx", step)
+    assert len(active(lynx)) <= len(live)
 
 
 @settings(max_examples=60, deadline=None)
