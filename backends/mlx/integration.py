@@ -22,14 +22,13 @@ from mlx import nn
 from mlx.nn.layers.distributed import sum_gradients
 
 from backends.mlx.families import MoELayer, describe, find_moe_layers
-from backends.mlx.selection import SHARE_UNIT, MlxSelection, count_no_sync, select_no_sync
+from backends.mlx.selection import SHARE_UNIT, LogEnergy, MlxSelection, Predicted, select_no_sync
 from base_core.budget import Budget
 from base_core.fingerprint import FINGERPRINT_TOLERANCE
 from base_core.predictor import LayerPredictor, Predictor, PredictorError
 from base_core.selection import Denominator, Fill, Ranking
 
 NEEDS_PREDICTOR = ("removal_cost", "static_energy")
-SMALLEST = float(np.finfo(np.float32).tiny)
 PROBE_ROWS = (1, 2, 4, 8, 16, 32)
 
 
@@ -74,10 +73,12 @@ class Operations(NamedTuple):
     """
 
     select: Callable[..., MlxSelection | None]
-    experts: Callable[[nn.Module, mx.array, mx.array, mx.array, bool], mx.array | None]
+    experts: Callable[..., mx.array | None]
 
 
-def weighted_experts(switch: nn.Module, x: mx.array, ids: mx.array, weights: mx.array, keeps_dtype: bool) -> mx.array:
+def weighted_experts(
+    switch: nn.Module, x: mx.array, ids: mx.array, weights: mx.array, keeps_dtype: bool, lists: Any = None
+) -> mx.array:
     """Weighted sum of the experts' outputs, operation for operation as mlx-lm's blocks have it: [..., d].
 
     Args:
@@ -85,6 +86,7 @@ def weighted_experts(switch: nn.Module, x: mx.array, ids: mx.array, weights: mx.
         x: [..., d].
         ids, weights: [..., k].
         keeps_dtype: cast the sum back to the experts' dtype.
+        lists: a selection's row lists, which only kernels read.
     """
     y = switch(x, ids)
     total = (y * weights[..., None]).sum(axis=-2)
@@ -194,19 +196,17 @@ class BudgetedLayer:
         router = self.moe.router
         return x @ router.weight.T if self.moe.family.chooses_itself else router(x)
 
-    def project(self, x: mx.array) -> tuple[mx.array, mx.array | None]:
-        """Router logits [..., E] and log-energies float32 [..., E] (or [E], or None) for router inputs x [..., d]."""
+    def project(self, x: mx.array) -> tuple[mx.array, LogEnergy]:
+        """Router logits [..., E] and log-energies, by row, by expert or none, for router inputs x [..., d]."""
         if self.weight is None or self.bias is None:
             return self._logits(x), self.bias
-        if self.stacks:
-            if self._router_weight is not self.moe.router.weight:
-                self._stack()  # weights were loaded since
-            product = self._product(x)
-            logits, raw = mx.split(product, 2, axis=-1)
-        else:
-            logits, raw = self._logits(x), x.astype(mx.float32) @ self.weight.T
-        norm = mx.maximum(mx.linalg.norm(x.astype(mx.float32), axis=-1, keepdims=True), SMALLEST)
-        return logits, raw.astype(mx.float32) / norm + self.bias
+        rows = x.reshape(-1, x.shape[-1])
+        if not self.stacks:
+            return self._logits(x), Predicted(rows.astype(mx.float32) @ self.weight.T, 0, rows, self.bias)
+        if self._router_weight is not self.moe.router.weight:
+            self._stack()  # weights were loaded since
+        product, E = self._product(x), self.moe.num_experts
+        return product[..., :E], Predicted(product.reshape(-1, 2 * E), E, rows, self.bias)
 
     def select(self, x: mx.array) -> tuple[MlxSelection, tuple[int, ...]]:
         """The step's selection for x [..., d], and the shape [..., k] its ids and weights take in the block."""
@@ -218,26 +218,20 @@ class BudgetedLayer:
             scores=routing.scores.reshape(-1, E),
             ids=routing.ids.reshape(-1, routing.ids.shape[-1]),
             weights=routing.weights.reshape(-1, routing.weights.shape[-1]),
-            log_energy=log_energy if log_energy is None or log_energy.ndim == 1 else log_energy.reshape(-1, E),
+            log_energy=log_energy,
             limit=self.limit,
             tau=self.tau,
             preference=routing.preference.reshape(-1, E),
             rows=None if rows is None else mx.repeat(rows, x.shape[-2]),
+            counters=self.counters,
             ranking=policy.ranking,
             fill=policy.fill,
             denominator=policy.denominator,
         )
-        return self.operations.select(**arguments) or select_no_sync(**arguments), routing.ids.shape
-
-    def count(self, selection: MlxSelection) -> mx.array:
-        """Adds the step to the counters and returns them: int64 [5], steps and `count_no_sync`.
-
-        They are to be evaluated with the step's output. A step of finished rows alone does not count.
-        """
-        counts = count_no_sync(selection) if selection.counts is None else selection.counts
-        counted = (counts[1:2] > 0).astype(mx.int64)
-        self.counters = self.counters + mx.concatenate([counted, counted * counts])
-        return self.counters
+        selection = self.operations.select(**arguments) or select_no_sync(**arguments)
+        assert selection.counters is not None
+        self.counters = selection.counters
+        return selection, routing.ids.shape
 
 
 class Session:
@@ -374,7 +368,7 @@ def _budgeted(stock: Any) -> Any:
             selection.weights.reshape(shape),
             family.keeps_dtype,
         )
-        y = layer.operations.experts(*arguments)
+        y = layer.operations.experts(*arguments, selection.lists)
         if y is None:
             y = weighted_experts(*arguments)
         shared = family.shared(self, x)
@@ -383,7 +377,7 @@ def _budgeted(stock: Any) -> Any:
         if group is not None:
             y = mx.distributed.all_sum(y, group=group)
         # The counters are evaluated with the output: read later they cost nothing, and they never pin a step's graph.
-        return mx.depends(y, layer.count(selection))
+        return mx.depends(y, layer.counters)
 
     return type(stock.__name__, (stock,), {"__call__": __call__, "__module__": __name__})
 
