@@ -12,8 +12,10 @@ from typing import Any
 import mlx.core as mx
 
 VIEWS = frozenset(
-    ("AsStrided", "Broadcast", "Depends", "ExpandDims", "Flatten", "Reshape")
-    + ("Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten")
+    (
+        *("AsStrided", "Broadcast", "Depends", "ExpandDims", "Flatten", "Reshape"),
+        *("Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten"),
+    )
 )
 """Primitives that move no data (where the next one takes strides, as it usually does)."""
 
