@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import mlx.core as mx
 import numpy as np
@@ -30,6 +30,7 @@ from base_core.selection import Denominator, Fill, Ranking
 
 NEEDS_PREDICTOR = ("removal_cost", "static_energy")
 PROBE_ROWS = (1, 2, 4, 8, 16, 32)
+Kernels: TypeAlias = Literal["auto", "always", "off"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Policy:
         ranking, fill, denominator: as in `base_core.select`, but `oracle` is not offered.
         decode_window: longest run of tokens per sequence that still counts as decoding: 1, or the drafts plus 1.
         count_all: also send the steps that the budget cannot change through selection, so that they are counted.
-        kernels: `auto` uses the Metal kernels where there is a Metal device, `off` never does.
+        kernels: `auto` uses the Metal kernels where there is a Metal device, `off` never does, `always` builds them
+            into the graph on any machine, for a look at it.
         tolerance: largest distance between the predictor's fingerprint and the model's routers.
     """
 
@@ -49,7 +51,7 @@ class Policy:
     denominator: Denominator = "native"
     decode_window: int = 1
     count_all: bool = False
-    kernels: Literal["auto", "off"] = "auto"
+    kernels: Kernels = "auto"
     tolerance: float = FINGERPRINT_TOLERANCE
 
     def __post_init__(self) -> None:
@@ -60,8 +62,8 @@ class Policy:
             raise ValueError("ranking 'oracle' runs every expert and is for evaluation only: take removal_cost")
         if self.decode_window < 1:
             raise ValueError(f"decode_window {self.decode_window} is below 1: give 1, or the number of drafts plus 1")
-        if self.kernels not in ("auto", "off"):
-            raise ValueError(f"kernels {self.kernels!r} is unknown: choose auto or off")
+        if self.kernels not in get_args(Kernels):
+            raise ValueError(f"kernels {self.kernels!r} is unknown: choose one of {', '.join(get_args(Kernels))}")
 
 
 class Operations(NamedTuple):
@@ -96,9 +98,9 @@ def weighted_experts(
 STOCK_OPERATIONS = Operations(select_no_sync, weighted_experts)
 
 
-def operations(kernels: Literal["auto", "off"]) -> Operations:
+def operations(kernels: Kernels) -> Operations:
     """The operations that `Policy.kernels` asks for on this machine."""
-    if kernels == "off" or not mx.metal.is_available():
+    if kernels == "off" or (kernels == "auto" and not mx.metal.is_available()):
         return STOCK_OPERATIONS
     metal = import_module("backends.mlx.kernels")
     return Operations(metal.select, metal.experts)
@@ -208,16 +210,16 @@ class BudgetedLayer:
         product, E = self._product(x), self.moe.num_experts
         return product[..., :E], Predicted(product.reshape(-1, 2 * E), E, rows, self.bias)
 
-    def select(self, x: mx.array) -> tuple[MlxSelection, tuple[int, ...]]:
-        """The step's selection for x [..., d], and the shape [..., k] its ids and weights take in the block."""
-        E, policy = self.moe.num_experts, self.session.policy
+    def routed(self, x: mx.array) -> dict[str, Any]:
+        """What a selection takes, for router inputs x [..., d]."""
+        E, k, policy = self.moe.num_experts, self.moe.experts_per_token, self.session.policy
         logits, log_energy = self.project(x)
         routing = self.moe.family.route(self.moe.block, logits)
         rows = self.session.rows
-        arguments: dict[str, Any] = dict(
+        return dict(
             scores=routing.scores.reshape(-1, E),
-            ids=routing.ids.reshape(-1, routing.ids.shape[-1]),
-            weights=routing.weights.reshape(-1, routing.weights.shape[-1]),
+            ids=routing.ids.reshape(-1, k),
+            weights=routing.weights.reshape(-1, k),
             log_energy=log_energy,
             limit=self.limit,
             tau=self.tau,
@@ -228,10 +230,14 @@ class BudgetedLayer:
             fill=policy.fill,
             denominator=policy.denominator,
         )
+
+    def select(self, x: mx.array) -> MlxSelection:
+        """The step's selection for router inputs x [..., d]; the counters now hold the step."""
+        arguments = self.routed(x)
         selection = self.operations.select(**arguments) or select_no_sync(**arguments)
         assert selection.counters is not None
         self.counters = selection.counters
-        return selection, routing.ids.shape
+        return selection
 
 
 class Session:
@@ -360,7 +366,8 @@ def _budgeted(stock: Any) -> Any:
         group = getattr(self, "sharding_group", None)
         if group is not None:
             x = sum_gradients(group)(x)
-        selection, shape = layer.select(x)
+        selection = layer.select(x)
+        shape = (*x.shape[:-1], layer.moe.experts_per_token)
         arguments = (
             self[family.experts],
             x,

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 
 mx = pytest.importorskip("mlx.core")
 
-from backends.mlx import (  # noqa: E402
-    apply,
-    integration,
-    restore,
-)
+from backends.mlx import Policy, base_budget  # noqa: E402
 from backends.mlx.families import find_moe_layers  # noqa: E402
 from backends.mlx.graph import count_launches, graph_nodes  # noqa: E402
-
-KERNELS = integration.Operations(
-    importlib.import_module("backends.mlx.kernels.selection").select,
-    importlib.import_module("backends.mlx.kernels.experts").experts,
-)
 
 
 def test_counts_what_a_function_does():
@@ -28,19 +17,11 @@ def test_counts_what_a_function_does():
     assert count_launches(nodes) == 2
 
 
-def launches(model, layer, x, monkeypatch=None, predictor=None):
-    if predictor is None:
-        return count_launches(graph_nodes(layer.block, x))
-    monkeypatch.setattr(integration, "operations", lambda _: KERNELS)
-    apply(model, predictor, "2")
-    try:
-        state = layer.block._base
-        nodes = graph_nodes(lambda x: [layer.block(x), state.counters], x)
-        state.reset()
+def launches(model, layer, x, predictor):
+    with base_budget(model, predictor, "2", Policy(kernels="always")):
+        nodes = graph_nodes(layer.block, x)
         assert nodes["CustomKernel"] == 3
         return count_launches(nodes)
-    finally:
-        restore(model)
 
 
 @pytest.mark.parametrize("quantisation", [None, "affine4"])
@@ -48,8 +29,8 @@ def launches(model, layer, x, monkeypatch=None, predictor=None):
 @pytest.mark.parametrize(
     "name", ["qwen3_moe", "qwen3_next", "qwen2_moe", "olmoe", "mixtral", "deepseek_v2", "glm4_moe"]
 )
-def test_no_more_launches_than_stock(name, rows, quantisation, build, monkeypatch):
+def test_no_more_launches_than_stock(name, rows, quantisation, build):
     model, predictor = build(name, quantisation)
     layer = find_moe_layers(model)[-1]
     x = mx.random.normal((rows, 1, 64))
-    assert launches(model, layer, x, monkeypatch, predictor) <= launches(model, layer, x)
+    assert launches(model, layer, x, predictor) <= count_launches(graph_nodes(layer.block, x))
