@@ -197,8 +197,8 @@ class ExFold:
 class XShare:
     """XShare (2602.07265): the first `k0` experts of each row, then the largest score sums up to the budget.
 
-    With `raw_logits` it is what the vLLM pull request 35551 codes instead: raw logits are summed, so that one row's very
-    negative logit can veto an expert; a row's first `k0` are kept for that row alone, so that the active set may exceed
+    With `raw_logits` it is what the vLLM pull request 35551 codes instead: raw logits are summed, so that one row's
+    very negative logit can veto an expert; a row's first `k0` are kept for that row alone, so that the active set may exceed
     the budget and others do not share them; and a budget below the native top-k leaves every row its own top-k.
     """
 
@@ -377,8 +377,9 @@ def _restrict(step: Step, active: NDArray, denominator: Denominator, cost: NDArr
     allowed = np.broadcast_to(active, routing.scores.shape)
     native = np.take_along_axis(allowed, routing.ids, axis=1).all(1, keepdims=True)
     preference = np.where(allowed, routing.preference, -np.inf)
+    anywhere: NDArray[np.bool_] = np.any(allowed, axis=0)
     ids, weights = fill_slots(
-        "backfill", denominator, routing.scores, routing.ids, routing.weights, allowed.any(0), preference
+        "backfill", denominator, routing.scores, routing.ids, routing.weights, anywhere, preference
     )
     ids = np.where(native, routing.ids, ids)
     weights = np.where(native, routing.weights, weights)

@@ -27,6 +27,8 @@ FORMAT, VERSION = "base-moe-rivals", 1
 DOCUMENT_KEY, CHECKSUM = "base_moe_rivals", "sha256"
 SIMILARITIES = ("frobenius", "cosine", "cka")
 TENSORS = (*(f"similarity_{kind}" for kind in SIMILARITIES), "norm", "fold_scalar", "fold_loss")
+DEFAULT_RIVAL_TOKENS = 51_200
+"""Tokens of a calibration: 400 sequences of 128, as in SERE's paper."""
 UNSEEN_LOSS = np.float32(1e30)
 """Folding loss of a pair that was never routed together, and of an expert onto itself: above any other."""
 

@@ -21,11 +21,10 @@ from backends.cuda.experts import EXPERTS_IMPLEMENTATION, register_experts, rout
 from backends.cuda.families import MoELayer, find_moe_layers, fingerprint
 from base_core import Card
 from base_core.report import installed_versions
-from base_core.rivals import UNSEEN_LOSS, Rivals
+from base_core.rivals import DEFAULT_RIVAL_TOKENS, UNSEEN_LOSS, Rivals
 from calibrate.text import Sequences
 from calibrate.torch_pass import packed_mask
 
-DEFAULT_RIVAL_TOKENS = 51_200
 SIMILARITY_TOKENS = 12_800
 """Tokens on which all experts run: 200 sequences of 64, the default of SERE's script."""
 CKA_TOKENS = 1024
