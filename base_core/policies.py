@@ -198,8 +198,8 @@ class XShare:
     """XShare (2602.07265): the first `k0` experts of each row, then the largest score sums up to the budget.
 
     With `raw_logits` it is what the vLLM pull request 35551 codes instead: raw logits are summed, so that one row's
-    very negative logit can veto an expert; a row's first `k0` are kept for that row alone, so that the active set may exceed
-    the budget and others do not share them; and a budget below the native top-k leaves every row its own top-k.
+    very negative logit can veto an expert; a row's first `k0` are kept for that row alone, so that the active set may
+    exceed the budget and others do not share them; and a budget below the native top-k leaves every row its own top-k.
     """
 
     k0: int = 1

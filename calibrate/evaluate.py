@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,7 @@ from calibrate.evaluation.matching import StepCost
 from calibrate.evaluation.prompt_file import Prompt, read_prompts
 from calibrate.evaluation.report import ModelRows
 from calibrate.evaluation.subject import Subject
-from calibrate.evaluation.units import Row, Store, Unit, run_units
+from calibrate.evaluation.units import Row, Store, Unit, run_units, start_worker
 from calibrate.evaluation.variants import UNION, Variant, union_size
 from calibrate.rivals import calibrate_rivals
 from calibrate.text import Document, pack, tokenise
@@ -33,6 +37,7 @@ DEFAULT_PROMPTS = 2048
 DEFAULT_BATCH = 16
 DEFAULT_MAX_TOKENS = 12
 DEFAULT_BUDGETS = "6.25%,12.5%,25%"
+MOST_WORKERS = 8
 NEEDS_RIVALS = ("sere", "exfold")
 RIVAL_LENGTH = 1024
 RIVAL_TEXT_TOKENS = 210_000
@@ -78,6 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all-embedded", action="store_true", help="the whole report over the embedded models, into --out"
     )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help=f"processes of --all-embedded (default: one a core, {MOST_WORKERS} at most)",
+    )
     parser.add_argument("--resume", action="store_true", help="go on with what an interrupted run left")
 
 
@@ -101,6 +112,8 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("batch", "prompts", "max_tokens"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    if args.workers is not None and args.workers < 1:
+        raise ValueError(f"--workers {args.workers} must be at least 1")
     if not args.temperature >= 0:
         raise ValueError(f"--temperature {args.temperature} is negative: 0 is greedy")
     if args.json is not None and not args.json.absolute().parent.is_dir():
@@ -324,36 +337,54 @@ def _run_all(args: argparse.Namespace, cost: StepCost | None) -> None:
     print(f"report written to {args.out}")
 
 
-def _evaluate_embedded(name: str, args: argparse.Namespace) -> Any:
-
-    prompts = _embedded_prompts(args.prompts)
+def open_embedded(name: str, prompts: Sequence[Prompt], max_tokens: int, rivals: Path) -> Subject:
+    """An embedded model ready for every policy."""
     subject = Subject(
-        f"embedded/{name}",
-        model_path(name),
-        predictor_path(name),
-        prompts,
-        max_tokens=args.max_tokens,
-        dtype="float32",
-        progress=True,
+        f"embedded/{name}", model_path(name), predictor_path(name), prompts, max_tokens=max_tokens, dtype="float32"
     )
+    subject.set_rivals(load_rivals(rivals))
+    return subject
+
+
+def _evaluate_embedded(name: str, args: argparse.Namespace) -> ModelRows:
     folder = args.out / "partial" / name
-    rivals_path = folder / "rivals.safetensors"
-    if not (args.resume and rivals_path.exists()):
+    rivals = folder / "rivals.safetensors"
+    if folder.exists() and not args.resume:
+        raise ValueError(f"{str(folder)!r} holds an unfinished evaluation: add --resume to go on with it, or remove it")
+    if not rivals.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        calibrate_embedded_rivals(name, rivals_path)
-    subject.set_rivals(load_rivals(rivals_path))
+        calibrate_embedded_rivals(name, rivals)
+    what = (name, _embedded_prompts(args.prompts), args.max_tokens, rivals)
+    subject = open_embedded(*what)
     store = Store(folder / "rows", subject.identity(), args.resume)
-    anchors = plan.anchors()
-    with tqdm(unit="run", desc=name, smoothing=0.1) as bar:
-        budgets = plan.regime_budgets(run_units(subject, anchors, store, bar))
+    anchors, one_task, sweep = plan.anchors(), plan.arrangement_units(), plan.sweep_units(max(1, args.prompts // 2))
+    with (
+        _pool(args.workers or min(os.cpu_count() or 1, MOST_WORKERS), open_embedded, *what) as pool,
+        tqdm(unit="run", desc=name, smoothing=0.1) as bar,
+    ):
+        bar.total = len(anchors) + len(one_task) + len(sweep)
+        budgets = plan.regime_budgets(run_units(subject, anchors, store, bar, pool))
         main = plan.main_units(subject, budgets)
-        one_task, sweep = plan.arrangement_units(), plan.sweep_units(max(1, args.prompts // 2))
-        bar.total = len(anchors) + len(main) + len(one_task) + len(sweep)
-        main_rows = run_units(subject, [*anchors, *main], store, bar)
-        one_task_rows, sweep_rows = (run_units(subject, units, store, bar) for units in (one_task, sweep))
-    model = subject.model
+        bar.total += len(main)
+        main_rows, one_task_rows, sweep_rows = (
+            run_units(subject, units, store, bar, pool) for units in (main, one_task, sweep)
+        )
     facts = (
         f"{len(subject.engine.layers)} MoE layers of {subject.num_experts} experts, {subject.k} a token, width "
-        f"{model.config.hidden_size}; {'normalised' if subject.normalises else 'raw'} routing weights."
+        f"{subject.model.config.hidden_size}; {'normalised' if subject.normalises else 'raw'} routing weights."
     )
     return ModelRows(name, budgets, main_rows, one_task_rows, sweep_rows, facts)
+
+
+@contextmanager
+def _pool(workers: int, make: Callable[..., Subject], *args: Any) -> Iterator[ProcessPoolExecutor | None]:
+    """Processes that share the work, or None for one; on Ctrl-C they end what they are at and stop."""
+    if workers == 1:
+        yield None
+        return
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(make, *args))
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -11,7 +11,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from calibrate.evaluation.matching import is_plain_base
+from calibrate.evaluation.matching import is_fixed_base
 from calibrate.evaluation.paper import TABLE_1
 from calibrate.evaluation.units import Row
 
@@ -52,7 +52,7 @@ def curves(rows: Sequence[Row], name: str) -> str:
         figure, axes = plt.subplots(1, len(metrics), figsize=(4.6 * len(metrics), 4.6), constrained_layout=True)
         for policy in dict.fromkeys(row["policy"] for row in rows if row["policy"] != "dense"):
             points = sorted(
-                (row for row in rows if row["policy"] == policy and (policy != "base" or is_plain_base(row))),
+                (row for row in rows if row["policy"] == policy and (policy != "base" or is_fixed_base(row))),
                 key=lambda row: row["active_mean"],
             )
             color, marker = STYLES[policy]

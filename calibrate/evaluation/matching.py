@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from base_core.report import paired_interval
+from calibrate.evaluation.plan import counterpart
 from calibrate.evaluation.units import Row, unpack_bits
+from calibrate.evaluation.variants import UNION, Variant
 
 TOLERANCE = 0.01
 """BASE may read this share more experts than the rival and still count as equal: the means of one budget differ by so
@@ -61,17 +63,26 @@ def setting(row: Row) -> tuple[Any, ...]:
     return row["model"], row["batch"], row["arrangement"], row["seed"], row["prompts"]
 
 
-def match_experts(rival: Row, rows: Iterable[Row], spared: float = 0.0) -> Row | None:
-    """The BASE row to hold against `rival`: the same budget if it has one, else the most experts not above the rival's.
+def is_fixed_base(row: Row) -> bool:
+    """Whether a row is BASE as published: one number of experts for all layers and steps."""
+    return is_plain_base(row) and row["budget"] != "off" and not row["budget"].startswith(UNION)
+
+
+def match_every_step(rival: Row, rows: Iterable[Row]) -> Row | None:
+    """The BASE row with as many experts as the rival in every layer and step, see `counterpart`; None if it was not run."""
+    label = counterpart(Variant(rival["policy"], rival["budget"], rival["options"])).label
+    return next((row for row in rows if row["label"] == label and setting(row) == setting(rival)), None)
+
+
+def match_fixed(rival: Row, rows: Iterable[Row], spared: float = 0.0) -> Row | None:
+    """The BASE row of a fixed budget that reads most without reading more than the rival on average.
 
     Args:
         spared: experts that BASE has to do with less.
     """
-    bases = [row for row in rows if is_plain_base(row) and setting(row) == setting(rival)]
     limit = rival["active_mean"] * (1 + TOLERANCE) - spared
-    fitting = [row for row in bases if row["active_mean"] <= limit]
-    if not spared and rival["budget"] != "off":
-        fitting = [row for row in fitting if row["budget"] == rival["budget"]] or fitting
+    fitting = [row for row in rows if is_fixed_base(row) and setting(row) == setting(rival)]
+    fitting = [row for row in fitting if row["active_mean"] <= limit]
     return max(fitting, key=lambda row: row["active_mean"], default=None)
 
 

@@ -98,9 +98,10 @@ def evaluate(
     queues: Sequence[Sequence[int]],
     reference: Reference,
     grade: Grade | None = None,
+    along: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Any]:
-    """Decodes the prompts of `queues` twice under `rule`: freely, for the answers and the experts read, and along the
-    dense answers, for everything that compares the model with the dense one.
+    """Decodes under `rule` twice: the prompts of `queues` freely, for the answers and the experts read, and those of
+    `along` (by default the same) along the dense answers, for everything that compares the model with the dense one.
 
     Returns:
         `right` bool per prompt of the queues in ascending order (None without `grade`), `accuracy` with its 95 %
@@ -111,11 +112,11 @@ def evaluate(
     started = time.perf_counter()
     free = engine.decode(rule, decoding, queues)
     judge = Judge(reference)
-    forced = engine.decode(rule, decoding, queues, forced=reference.tokens, measure=True, on_logits=judge)
+    forced = engine.decode(rule, decoding, along or queues, forced=reference.tokens, measure=True, on_logits=judge)
     prompts = np.array(sorted(prompt for queue in queues for prompt in queue))
     right = None if grade is None else grade(free.tokens)[prompts]
-    tally, along = free.tally, forced.tally
-    assert along.retained_energy is not None and along.layer_error is not None
+    tally, measured = free.tally, forced.tally
+    assert measured.retained_energy is not None and measured.layer_error is not None
     result: dict[str, Any] = {
         "right": None if right is None else right.tolist(),
         "accuracy": None,
@@ -126,15 +127,15 @@ def evaluate(
         "union_mean": float(np.mean(tally.union_mean)),
         "tokens": int((free.tokens != EMPTY).sum()),
         "steps": free.steps,
-        "fallbacks": tally.fallbacks + along.fallbacks,
-        "retained_energy": float(np.mean(along.retained_energy)),
-        "layer_error": float(np.mean(along.layer_error)),
-        "active_forced": float(np.mean(along.active_mean)),
+        "fallbacks": tally.fallbacks + measured.fallbacks,
+        "retained_energy": float(np.mean(measured.retained_energy)),
+        "layer_error": float(np.mean(measured.layer_error)),
+        "active_forced": float(np.mean(measured.active_mean)),
         "by_layer": {
             "layer": list(tally.layers),
             "active_mean": list(tally.active_mean),
-            "retained_energy": list(along.retained_energy),
-            "layer_error": list(along.layer_error),
+            "retained_energy": list(measured.retained_energy),
+            "layer_error": list(measured.layer_error),
         },
         "kl": judge.kl / judge.count,
         "agreement": judge.agreed / judge.count,

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from calibrate.evaluation.subject import MIXED, ONE_TASK, Subject
 from calibrate.evaluation.units import Row, Unit
-from calibrate.evaluation.variants import Variant
+from calibrate.evaluation.variants import UNION, Variant
 
 BUDGETED = ("base", "static_energy", "squared_weight", "weight_sum", "top1_union", "oracle", "exfold", "xshare")
 """Policies that take a budget; the others size their active set by an option."""
+RIVALS = ("top_k", "oea", "sere", "lynx", "exfold", "xshare")
 CONTROLS = ("static_energy", "squared_weight", "weight_sum", "oracle")
 REGIMES = {"restricted": 1, "relaxed": 2}
 """The paper's two regimes by the union of each row's first n experts, which is what OEA and SERE load there."""
 LADDER = (1 / 32, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)
 """Shares of the experts that the curves go through."""
-SERE_THRESHOLDS = {"frobenius": (0.0, 0.1, 0.3, 0.5), "cosine": (0.0, 0.3, 0.5, 0.6), "cka": (0.0, 0.1, 0.3, 0.5)}
+SERE_THRESHOLDS = {"frobenius": (0.0, 0.1, 0.3, 0.5), "cosine": (0.0, 0.5, 0.55), "cka": (0.0, 0.1, 0.3)}
+"""Not comparable across the kinds: a cosine of 0 counts as 0.5."""
 LYNX = ((0.47, 1), (0.5, 1), (0.7, 1), (1.0, 1), (2.0, 1), (3.0, 2))
 SWEEP_BATCHES = (1, 4, 8, 32, 64)
 
@@ -43,6 +45,22 @@ def sized_by_options(policy: str, subject: Subject) -> list[dict[str, Any]]:
     return [{}]
 
 
+def counterpart(rival: Variant) -> Variant:
+    """BASE with as many experts as the rival, in every layer and step.
+
+    For a rival that reads exactly what it is allowed that is the same budget, for OEA, top-k and unprotected SERE the
+    union that they read, and else what the rival's rule reads of BASE's own rows.
+    """
+    options = rival.options
+    if rival.policy in ("oea", "top_k"):
+        return Variant("base", f"{UNION}{options['k0' if rival.policy == 'oea' else 'k']}")
+    if rival.policy == "sere" and options["threshold"] == 0:
+        return Variant("base", f"{UNION}{options['primary']}")
+    if rival.policy == "exfold" or (rival.policy == "xshare" and options.get("k0", 1) == 0):
+        return Variant("base", rival.budget)
+    return Variant("base", like=rival)
+
+
 def grid(policies: Sequence[str], budgets: Sequence[str], subject: Subject) -> list[Variant]:
     """Every policy at every budget, or at its own hyperparameters; dense comes first whatever is asked for."""
     variants = [Variant("dense")]
@@ -51,7 +69,14 @@ def grid(policies: Sequence[str], budgets: Sequence[str], subject: Subject) -> l
             variants += [Variant(policy, budget) for budget in budgets]
         elif policy != "dense":
             variants += [Variant(policy, options=options) for options in sized_by_options(policy, subject)]
-    return variants
+    if "base" in policies:
+        variants += [counterpart(variant) for variant in variants if variant.policy in RIVALS]
+    return distinct(variants)
+
+
+def distinct(variants: Iterable[Variant]) -> list[Variant]:
+    """The variants without repeats."""
+    return list({variant.label: variant for variant in variants}.values())
 
 
 def ladder(num_experts: int) -> list[int]:
@@ -78,9 +103,10 @@ def main_units(subject: Subject, budgets: Mapping[str, int]) -> list[Unit]:
     """
     E, fixed = subject.num_experts, [str(n) for n in budgets.values()]
     unions = [f"union:{n}" for n in REGIMES.values()]
-    rungs = [str(n) for n in sorted({*ladder(E), *budgets.values()})]
+    # Every number up to the relaxed one, so that a fixed budget close to any rival's mean is among them.
+    rungs = sorted({*ladder(E), *range(max(2, ladder(E)[0]), budgets["relaxed"] + 1)})
     some = list(dict.fromkeys([*[str(n) for n in ladder(E)[1:6:2]], *fixed]))
-    variants = [Variant("base", budget) for budget in [*rungs, *unions]]
+    variants = [Variant("dense"), *(Variant("base", budget) for budget in [*map(str, rungs), *fixed, *unions])]
     variants += [Variant(policy, budget) for policy in CONTROLS for budget in [*some, *unions]]
     variants += [Variant("top1_union", unions[0])]
     for policy in ("top_k", "oea", "sere", "lynx"):
@@ -91,14 +117,14 @@ def main_units(subject: Subject, budgets: Mapping[str, int]) -> list[Unit]:
     variants += [Variant("xshare", budget, {"k0": 0}) for budget in [*fixed, *unions]]
     variants += [Variant("xshare", budget, {"k0": 0, "raw_logits": True}) for budget in fixed]
     variants += [Variant("base", budget, {"fill": fill}) for fill in ("drop", "substitute") for budget in fixed]
-    return [Unit(variant) for variant in variants]
+    variants += [counterpart(variant) for variant in variants if variant.policy in RIVALS]
+    return [Unit(variant) for variant in distinct(variants)]
 
 
 def arrangement_units() -> list[Unit]:
     """Batches of one task, both regimes."""
-    return [Unit(variant, arrangement=ONE_TASK) for n in REGIMES.values() for variant in _regime(n)] + [
-        Unit(Variant("dense"), arrangement=ONE_TASK)
-    ]
+    variants = [Variant("dense"), *(variant for n in REGIMES.values() for variant in _regime(n))]
+    return [Unit(variant, arrangement=ONE_TASK) for variant in variants]
 
 
 def sweep_units(prompts: int) -> list[Unit]:
@@ -118,5 +144,5 @@ def _regime(n: int) -> list[Variant]:
         Variant("oea", options={"k0": n}),
         Variant("sere", options={"primary": n, "threshold": 0.0, "similarity": "frobenius"}),
         Variant("exfold", budget),
-        Variant("xshare", budget, {"k0": 1}),
+        Variant("xshare", budget, {"k0": 0}),
     ]

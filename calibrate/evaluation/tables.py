@@ -11,17 +11,18 @@ from calibrate.evaluation.matching import (
     StepCost,
     compare,
     experts_for,
+    is_fixed_base,
     is_plain_base,
-    match_experts,
+    match_every_step,
+    match_fixed,
     setting,
 )
-from calibrate.evaluation.plan import REGIMES
+from calibrate.evaluation.plan import REGIMES, RIVALS
 from calibrate.evaluation.units import Row
 from calibrate.evaluation.variants import UNION
 
 QUALITY_LOSSES = (0.10, 0.05, 0.02, 0.01)
 """Accuracy given up against dense, for the comparison at equal quality."""
-RIVALS = ("top_k", "oea", "sere", "lynx", "exfold", "xshare")
 LABELS = {"retained_energy": "energy kept", "layer_error": "layer error", "kl": "KL", "agreement": "agreement"}
 
 
@@ -184,10 +185,18 @@ def table_3(rows: Sequence[Row], budgets: Mapping[str, int]) -> Table:
     return Table(header, body)
 
 
-def comparisons(rows: Sequence[Row], policies: Sequence[str], spared: float = 0.0) -> list[Comparison]:
-    """BASE against every row of `policies`, each at the BASE row that it is to be matched with."""
-    pairs = ((match_experts(row, rows, spared), row) for row in rows if row["policy"] in policies)
-    found = (compare(base, row) for base, row in pairs if base is not None)
+def at_every_step(rows: Sequence[Row]) -> list[Comparison]:
+    """BASE against every rival's row, with as many experts in every layer and step."""
+    return _compared((match_every_step(row, rows), row) for row in rows if row["policy"] in RIVALS)
+
+
+def on_average(rows: Sequence[Row], spared: float = 0.0) -> list[Comparison]:
+    """BASE at a fixed budget against every rival's row, with no more experts on average."""
+    return _compared((match_fixed(row, rows, spared), row) for row in rows if row["policy"] in RIVALS)
+
+
+def _compared(pairs: Iterable[tuple[Row | None, Row]]) -> list[Comparison]:
+    found = (compare(base, rival) for base, rival in pairs if base is not None)
     return [comparison for comparison in found if comparison is not None]
 
 
@@ -199,7 +208,7 @@ def comparison_table(found: Sequence[Comparison]) -> Table:
             f"{c.rival['active_mean']:.2f}",
             percent(c.rival["accuracy"]),
             f"{c.rival['kl']:.4f}",
-            c.base["budget"],
+            c.base["label"].removeprefix("base "),
             f"{c.base['active_mean']:.2f}",
             percent(c.base["accuracy"]),
             f"{c.base['kl']:.4f}",
@@ -212,6 +221,17 @@ def comparison_table(found: Sequence[Comparison]) -> Table:
     return Table(header, body, frozenset(i for i, c in enumerate(found) if c.verdict == "rival"))
 
 
+def in_regime(rival: Row, n: int) -> bool:
+    """Whether a rival's row reads the union of each row's first `n`, or is Lynx's own choice of less (n = 1)."""
+    options = rival["options"]
+    if rival["budget"] != "off":
+        return rival["budget"] == f"{UNION}{n}"
+    if rival["policy"] == "lynx":
+        return n == 1
+    size = {"oea": "k0", "top_k": "k", "sere": "primary"}[rival["policy"]]
+    return options[size] == n and options.get("threshold", 0) == 0
+
+
 def verdicts(found: Sequence[Comparison]) -> dict[str, int]:
     """How many comparisons each side leads."""
     return {side: sum(c.verdict == side for c in found) for side in ("base", "even", "rival")}
@@ -222,7 +242,7 @@ def equal_quality(rows: Sequence[Row]) -> Table:
     dense = _one(rows, "dense")
     lines = []
     for policy in dict.fromkeys(row["policy"] for row in rows):
-        own = [row for row in rows if row["policy"] == policy and (policy != "base" or is_plain_base(row))]
+        own = [row for row in rows if row["policy"] == policy and (policy != "base" or is_fixed_base(row))]
         needed = [experts_for(own, dense["accuracy"] - loss) for loss in QUALITY_LOSSES]
         lines.append([policy, *("-" if n is None else f"{n:.1f}" for n in needed)])
     header = ["experts needed for", *(f"dense - {100 * loss:.0f} points" for loss in QUALITY_LOSSES)]
@@ -231,7 +251,7 @@ def equal_quality(rows: Sequence[Row]) -> Table:
 
 def equal_time(rows: Sequence[Row], cost: StepCost) -> Table:
     """BASE against each rival at no more time a layer, BASE's selection charged and the rivals' free."""
-    found = comparisons(rows, RIVALS, cost.spared)
+    found = on_average(rows, cost.spared)
     table = comparison_table(found)
     times = [
         [
@@ -248,7 +268,7 @@ def batches_table(rows: Sequence[Row]) -> Table:
     """Rows of several batch sizes or arrangements, with the native union and the gap to BASE at equal experts."""
     body = []
     for row in rows:
-        base = match_experts(row, rows) if row["policy"] not in ("base", "dense") else None
+        base = match_every_step(row, rows) if row["policy"] in RIVALS else None
         comparison = None if base is None else compare(base, row)
         gap = "" if comparison is None else f"{100 * comparison.difference:+.1f} ({comparison.verdict})"
         body.append(

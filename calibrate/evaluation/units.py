@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
@@ -20,6 +23,8 @@ from calibrate.evaluation.subject import MIXED, Subject
 from calibrate.evaluation.variants import Variant
 
 Row = dict[str, Any]
+COMPARED = 1024
+"""Prompts along whose dense answers a variant is compared with the dense model."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ def run_unit(subject: Subject, unit: Unit) -> Row:
         subject.queues(unit.batch, unit.arrangement, unit.prompts),
         subject.reference(unit.seed),
         subject.grade if subject.has_answers else None,
+        along=subject.queues(unit.batch, unit.arrangement, min(COMPARED, unit.prompts or COMPARED)),
     )
     right = result.pop("right")
     return report_row(
@@ -133,19 +139,52 @@ class Store:
 
 
 def run_units(
-    subject: Subject, units: Iterable[Unit], store: Store | None = None, bar: tqdm | None = None
+    subject: Subject,
+    units: Iterable[Unit],
+    store: Store | None = None,
+    bar: tqdm | None = None,
+    pool: ProcessPoolExecutor | None = None,
 ) -> list[Row]:
-    """Evaluates units in order, without those that the store has."""
-    rows = []
-    for unit in units:
-        row = None if store is None else store.find(unit)
-        if row is None:
-            if bar is not None:
-                bar.set_postfix_str(f"{unit.variant.label}, batch {unit.batch}")
-            row = run_unit(subject, unit)
-            if store is not None:
-                store.keep(unit, row)
-        rows.append(row)
+    """Evaluates units, without those that the store has; the rows in the units' order.
+
+    Args:
+        pool: of processes begun with `start_worker` on the same subject, which then do the work.
+    """
+    units = list(units)
+    rows = {unit.key: row for unit in units if store is not None and (row := store.find(unit)) is not None}
+    if bar is not None:
+        bar.update(len(rows))
+    missing = [unit for unit in units if unit.key not in rows]
+    for unit, row in _run_here(subject, missing) if pool is None else _run_in(pool, missing):
+        rows[unit.key] = row
+        if store is not None:
+            store.keep(unit, row)
         if bar is not None:
+            bar.set_postfix_str(f"{unit.variant.label}, batch {unit.batch}")
             bar.update()
-    return rows
+    return [rows[unit.key] for unit in units]
+
+
+def _run_here(subject: Subject, units: Iterable[Unit]) -> Iterator[tuple[Unit, Row]]:
+    for unit in units:
+        yield unit, run_unit(subject, unit)
+
+
+def _run_in(pool: ProcessPoolExecutor, units: Iterable[Unit]) -> Iterator[tuple[Unit, Row]]:
+    futures = {pool.submit(_work, unit): unit for unit in units}
+    for future in as_completed(futures):
+        yield futures[future], future.result()
+
+
+_own: list[Subject] = []
+
+
+def start_worker(make: Callable[..., Subject], *args: Any) -> None:
+    """Begins a process of a pool: one thread, its own copy of the subject, which `make(*args)` gives, and no Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    _own[:] = [make(*args)]
+
+
+def _work(unit: Unit) -> Row:
+    return run_unit(_own[0], unit)

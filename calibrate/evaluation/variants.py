@@ -28,18 +28,23 @@ class Variant:
     Attributes:
         policy: a name of `base_core.policies.POLICIES`.
         budget: in the forms of `base_core.budget`, or `union:n`; `off` for policies that size their active set
-            themselves.
+            themselves, and beside `like`.
         options: of the policy; `similarity` (frobenius, cosine or cka) names SERE's matrix.
+        like: in every layer and step as many experts are allowed as this other variant would have read of the same
+            rows; it needs no true energies.
     """
 
     policy: str
     budget: str = "off"
     options: Mapping[str, Any] = field(default_factory=dict)
+    like: Variant | None = None
 
     @property
     def label(self) -> str:
         """As tables name it: `sere primary=1 threshold=0.3`."""
         parts = [self.policy, *(f"{name}={value}" for name, value in self.options.items())]
+        if self.like is not None:
+            parts.append(f"@as {self.like.label}")
         return " ".join(parts if self.budget == "off" else [*parts, f"@{self.budget}"])
 
 
@@ -66,6 +71,7 @@ class VariantRule:
         self.predictor = predictor
         if self.reads in ("predicted", "static") and predictor is None:
             raise ValueError(f"policy {variant.policy!r} needs a predictor: pass one with --predictor")
+        self.like = None if variant.like is None else VariantRule(variant.like, num_experts, predictor, rivals)
         self.first, self.budget = None, Budget()
         if variant.budget.startswith(UNION):
             self.first = union_size(variant.budget)
@@ -87,10 +93,12 @@ class VariantRule:
         """See `Rule`."""
         if layer in self.calibration:
             step = Step(step.routing, step.rows, step.log_energy, step.logits, self.calibration[layer])
-        if self.first is None:
-            budget = self.budget.for_layer(layer)
-        else:
+        if self.like is not None:
+            budget = Budget(experts=int(self.like(layer, step).active.sum()))
+        elif self.first is not None:
             budget = Budget(experts=int(step.members(step.ranked_ids[:, : self.first]).sum()))
+        else:
+            budget = self.budget.for_layer(layer)
         return run_policy(self.policy, step, budget, **self.options)
 
 
