@@ -96,6 +96,9 @@ class Engine:
             forced: int64 [N, max_tokens] as `Decoded.tokens`: these tokens are decoded whatever the model says.
             measure: also run every routed expert on its own, for true energies and the exact output error.
             on_logits: told after every step what the model says.
+
+        Raises:
+            ValueError: no answer has a second token.
         """
         run = _Run(self, decoding, queues, forced, on_logits)
         probes = [LayerProbe(layer, rule, run, measure) for layer in self.layers]
@@ -107,6 +110,8 @@ class Engine:
         finally:
             for probe in probes:
                 probe.close()
+        if not run.steps:
+            raise ValueError("every answer ends with its first token, which comes from prefill: nothing was decoded")
         return Decoded(run.tokens, Tally.of(probes), run.steps)
 
 

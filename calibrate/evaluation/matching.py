@@ -69,7 +69,7 @@ def is_fixed_base(row: Row) -> bool:
 
 
 def match_every_step(rival: Row, rows: Iterable[Row]) -> Row | None:
-    """The BASE row with as many experts as the rival in every layer and step, see `counterpart`; None if it was not run."""
+    """The BASE row with as many experts as the rival in every layer and step, see `counterpart`; None without one."""
     label = counterpart(Variant(rival["policy"], rival["budget"], rival["options"])).label
     return next((row for row in rows if row["label"] == label and setting(row) == setting(rival)), None)
 

@@ -84,7 +84,7 @@ class LayerProbe:
         new_ids, new_weights = np.zeros_like(native_ids), np.zeros_like(native_weights)
         for start in range(0, len(ids), self.rows.batch):
             part = slice(start, start + self.rows.batch)
-            kinds = self.rows.kinds[part]
+            kinds = self.rows.kinds[part].copy()
             voting = kinds == DECODE
             if not voting.any():
                 continue
