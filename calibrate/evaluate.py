@@ -383,8 +383,10 @@ def _pool(workers: int, make: Callable[..., Subject], *args: Any) -> Iterator[Pr
         yield None
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(make, *args))
+    stop = context.Event()
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(stop, make, *args))
     try:
         yield pool
     finally:
+        stop.set()
         pool.shutdown(cancel_futures=True)
