@@ -61,6 +61,12 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first row is its header, the first column is left-aligned."""
+    header, *body = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([header, "|---|" + "--:|" * (len(rows[0]) - 1), *body])
+
+
 def wilson_interval(right: int, total: int, z: float = 1.959964) -> tuple[float, float]:
     """95 % interval of a share of `right` out of `total` (Wilson score)."""
     share = right / total

@@ -57,13 +57,14 @@ def run_experts(module: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Te
         routed.count,
         routed.combine,
         _tickets(hidden.device),
-        _layout(module),
+        experts_layout(module),
         gate_up_bias=module.gate_up_proj_bias if module.has_bias else None,
         down_bias=module.down_proj_bias if module.has_bias else None,
     )
 
 
-def _layout(module: Any) -> ExpertsLayout:
+def experts_layout(module: Any) -> ExpertsLayout:
+    """How this experts module of transformers stores its weights."""
     clamp = (float(module.alpha), float(module.limit)) if hasattr(module, "alpha") else None
     return ExpertsLayout(module.is_transposed, not module.is_concatenated, clamp)
 

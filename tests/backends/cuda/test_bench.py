@@ -112,11 +112,11 @@ def test_rows_by_expert():
     predictor = random_predictor(stack, 0)
     x = torch.randn(8, 64)
     with Variant("dense").applied(stack, predictor):
-        dense = rows_by_expert(stack, x)
+        dense = rows_by_expert(stack, lambda: stack(x))
     assert [sum(layer) for layer in dense] == [8 * 4] * 2
     assert dense == [_counts(layer, x) for layer in stack.layers]
     with Variant("base", Budget.parse("5")).applied(stack, predictor):
-        assert [len(layer) for layer in rows_by_expert(stack, x)] == [5, 5]
+        assert [len(layer) for layer in rows_by_expert(stack, lambda: stack(x))] == [5, 5]
 
 
 def _counts(layer, x):

@@ -1,4 +1,4 @@
-"""Whole models through the kernels, in the Triton interpreter: as through torch, and gone without a trace afterwards."""
+"""Whole models through the kernels, in the Triton interpreter: the same as through torch, and no trace afterwards."""
 
 import functools
 
