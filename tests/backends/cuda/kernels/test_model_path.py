@@ -33,6 +33,15 @@ from tests.backends.cuda.tiny import (  # noqa: E402
 pytestmark = pytest.mark.interpreter
 
 M = 3
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    torch.use_deterministic_algorithms(True)  # torch.empty then holds NaN and the largest integers
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 UNGROUPED = {
     "qwen3_moe": {},
     "qwen2_moe": {},
@@ -123,7 +132,7 @@ def test_tokens_ids_weights_and_stats_are_those_of_torch(model_type, padded, cal
     assert calls.collected == layers
 
 
-@pytest.mark.parametrize("budget", [4, 16, "energy:0.9,max=24"])
+@pytest.mark.parametrize("budget", [6, "energy:0.9,max=16"])
 def test_embedded_model(budget, calls):
     tokenizer = AutoTokenizer.from_pretrained(model_path(), padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32, use_safetensors=True).eval()
@@ -132,7 +141,7 @@ def test_embedded_model(budget, calls):
 
     def run(_):
         with torch.inference_mode():
-            return model.generate(**inputs, max_new_tokens=4, do_sample=False)
+            return model.generate(**inputs, max_new_tokens=3, do_sample=False)
 
     auto, off, _ = both(model, load_predictor(predictor_path()), budget, run)
     assert torch.equal(auto, off)
