@@ -35,6 +35,16 @@ def triton_runs_on(device: torch.device) -> bool:
     return HAS_TRITON and (device.type == "cuda" or INTERPRETED)
 
 
+def keep_address(*tensors: Tensor) -> None:
+    """Tells torch.compile that these stay where they are: its CUDA graphs neither copy them nor shun their updates.
+
+    On a CPU, where there are no such graphs, nothing is done.
+    """
+    for tensor in tensors:
+        if triton_runs_on(tensor.device):
+            torch._dynamo.mark_static_address(tensor)
+
+
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """What an experts module of transformers computes, for any of its families.
 

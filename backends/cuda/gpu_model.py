@@ -193,6 +193,7 @@ def bench_model(
     dry = roof is None
     config, dtype, context = model_config(dry), torch.float32 if dry else torch.bfloat16, 4 if dry else CONTEXT
     if not dry:
+        torch.cuda.empty_cache()
         config = model_config(dry, layers_that_fit(config, dtype, torch.cuda.mem_get_info(device)[0]))
     register_experts()
     torch.manual_seed(seed)

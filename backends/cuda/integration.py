@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from backends.cuda.experts import EXPERTS_IMPLEMENTATION, WITHOUT_KERNELS, register_experts, triton_runs_on
+from backends.cuda.experts import (
+    EXPERTS_IMPLEMENTATION,
+    WITHOUT_KERNELS,
+    keep_address,
+    register_experts,
+    triton_runs_on,
+)
 from backends.cuda.families import MoELayer, correction_bias, find_moe_layers, router_rule, routing_terms
 from backends.cuda.selection import RowKinds, native_union, removal_cost_no_sync, select_no_sync
 from base_core import Budget, LayerPredictor, Predictor
@@ -375,6 +381,7 @@ class _RouterHook:
                 # Transposed: on a CPU a product with [d, E] runs at twice the speed of one with [E, d].
                 self.weight = torch.tensor(predictor.weight.T.copy(), device=layer.device)
                 self.offset = torch.tensor(predictor.bias, device=layer.device)
+                keep_address(self.weight, self.offset)
             elif self.policy.ranking == "static_energy":
                 self.static = torch.tensor(predictor.static_log_energy(), device=layer.device)
 
@@ -492,6 +499,8 @@ class _Counters:
         self.totals = torch.zeros(4, dtype=torch.int64, device=device)  # (step, layer) pairs, active, union, fallbacks
         self.most = torch.zeros((), dtype=torch.int64, device=device)
         self.retained_total = torch.zeros((), dtype=torch.float64, device=device)
+        keep_address(self.active, self.union, self.fell_back, self.retained)
+        keep_address(self.totals, self.most, self.retained_total)
 
     @torch.no_grad()
     def record(

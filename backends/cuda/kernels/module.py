@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backends.cuda.experts import keep_address
 from backends.cuda.families import MoELayer, correction_bias, router_rule
 from backends.cuda.kernels.collect import Collected, collect
 from backends.cuda.kernels.experts import MAX_ROWS as EXPERTS_ROWS
@@ -115,6 +116,7 @@ class FrontRouter:
         self.correction = correction_bias(layer)
         self.state = FrontState.zeros(device)
         self.budget = budget_value(budget, layer.num_experts, device)
+        keep_address(self.weight, self.energy_bias, self.budget, *self.state)
         self._last: Front | None = None
 
     @staticmethod

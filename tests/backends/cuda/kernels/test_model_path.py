@@ -401,14 +401,20 @@ def test_compiled_step_is_one_graph_that_follows_budget_and_rows():
 
     with base_budget(model, make_predictor(model), M) as session:
         compiled = torch.compile(model, fullgraph=True, backend=keep)
+        in_generate = torch.compile(model.__call__, fullgraph=True, backend="eager")
         for step, budget in (([5, 9, PAD, 17], M), ([5, 9, 12, 17], M), ([5, EOS, 12, 17], 6)):
             eager = logits(model, session, step, budget)
             torch.testing.assert_close(logits(compiled, session, step, budget), eager)
+        torch.testing.assert_close(logits(in_generate, session, step, budget), eager)
     assert session.stats().fallbacks == 0
     _, graph = graphs  # the row kinds, and the model: neither was traced again
     targets = [str(node.target) for node in graph.graph.nodes]
     assert sum("base_moe.front" in t for t in targets) == sum("base_moe.experts" in t for t in targets) == 2
     assert not any("collect" in t or "topk" in t or "sort" in t for t in targets)
+    # What would be copied into a CUDA graph at every step, or keep one from being made: nothing of ours.
+    ours = [node for node in graph.graph.nodes if node.op == "placeholder" and "front" in node.name]
+    assert len(ours) >= 2 * len(("weight", "energy_bias", "budget", "tickets", "counters"))
+    assert all(node.meta["tensor_dict"].get("_dynamo_static_input_type") for node in ours)
     (output,) = [node for node in graph.graph.nodes if node.op == "output"]
     assert not any("base_moe" in str(source.target) for source in output.all_input_nodes)
 
