@@ -90,6 +90,7 @@ def measure(
     dry = device.type == "cpu"
     torch.manual_seed(seed)
     roof = None if dry else copy_bandwidth(device)
+    findings.settings["experts path"] = "triton"
     findings.settings["copy bandwidth GB/s"] = None if roof is None else round(roof / 1e9)
     print(roofline_text(shapes, batch or DEFAULT_BATCH, budgets or BUDGETS, roof), flush=True)
     with_model = "model" in parts or "rivals" in parts
