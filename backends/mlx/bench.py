@@ -48,6 +48,13 @@ NO_METAL = (
 
 WAYS: dict[Kernels, str] = {"auto": "base, kernels", "always": "base, kernels", "off": "base, operations"}
 
+TABLES = {
+    "steps": "Decode steps",
+    "parts": "One layer's parts",
+    "gathers": "Stock gathered product by distinct experts",
+    "graphs": "Graph nodes and launches of one MoE layer",
+}
+
 Run = Callable[[], Any]
 
 
@@ -332,6 +339,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bits", type=int, choices=(4, 8, 16), default=4, help="of random weights (%(default)s)")
     parser.add_argument("--batches", default=DEFAULT_BATCHES, help="sequences decoded together (%(default)s)")
     parser.add_argument("--budgets", help=f"comma-separated, as 10,16,12.5%% ({DEFAULT_BUDGETS})")
+    parser.add_argument("--tables", default=",".join(TABLES), help="what to measure (%(default)s)")
     parser.add_argument("--repetitions", type=int, default=DEFAULT_REPETITIONS, help="samples of each (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write rows, settings and versions")
     parser.add_argument("--markdown", metavar="FILE", help="write the tables")
@@ -351,6 +359,9 @@ def run(args: argparse.Namespace) -> None:
         path = getattr(args, name)
         if path and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"--{name} {path!r}: its folder does not exist")
+    wanted = [name.strip() for name in args.tables.split(",")]
+    if not set(wanted) <= set(TABLES):
+        raise ValueError(f"--tables {args.tables!r}: choose from {','.join(TABLES)}")
     metal = mx.metal.is_available()
     if not metal:
         print(NO_METAL)
@@ -368,12 +379,13 @@ def run(args: argparse.Namespace) -> None:
     device = mx.device_info().get("device_name", "unknown device")
     print(f"{name} on {device}; an elementwise copy moves {bench.bytes_per_s / 1e9:.1f} GB/s")
     several = [batch for batch in batches if batch > 1] or batches
-    work: dict[str, list[Run]] = {
-        "Decode steps": [partial(bench.decode, batch, budgets) for batch in batches],
-        "One layer's parts": [partial(bench.parts, batch, budgets) for batch in batches],
-        "Stock gathered product by distinct experts": [partial(bench.gathers, batch) for batch in several],
-        "Graph nodes and launches of one MoE layer": [partial(bench.graphs, batch, budgets[0]) for batch in several],
+    makers: dict[str, list[Run]] = {
+        "steps": [partial(bench.decode, batch, budgets) for batch in batches],
+        "parts": [partial(bench.parts, batch, budgets) for batch in batches],
+        "gathers": [partial(bench.gathers, batch) for batch in several],
+        "graphs": [partial(bench.graphs, batch, budgets[0]) for batch in several],
     }
+    work = {TABLES[name]: makers[name] for name in wanted}
     tables: dict[str, list[dict[str, Any]]] = {}
     with tqdm(total=sum(map(len, work.values())), unit="table", leave=False) as progress:
         for title, parts in work.items():
