@@ -5,13 +5,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint install clean
+.PHONY: demo test test-upstream lint install clean
 
 demo: $(INSTALLED)
 	$(BIN)/base-moe demo --json demo.json --plot demo.png
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest
+
+# mlx-lm's own model tests under a budget; fetches its source distribution.
+test-upstream: $(INSTALLED)
+	$(BIN)/python -m tests.upstream
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -207,3 +207,23 @@ class Predictor:
                 f"it was calibrated on {self.card.model_id!r}; calibrate one for this model, or raise the tolerance "
                 f"for a quantised copy"
             )
+
+
+def random_predictor(seed: int = 0, **facts: Any) -> Predictor:
+    """A predictor that knows nothing, its log-energies spread by about 1: for measurements of speed.
+
+    Args:
+        facts: what `Predictor.check_model` compares, of the model it is for.
+    """
+    card = Card(model_id="random", **facts)
+    generator = np.random.default_rng(seed)
+    E, d = card.num_experts, card.hidden_size
+    layers = {
+        i: LayerPredictor(
+            generator.standard_normal((E, d), np.float32),
+            generator.standard_normal(E, np.float32),
+            np.ones(E, np.float32),
+        )
+        for i in card.layers
+    }
+    return Predictor(card, layers)

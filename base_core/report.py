@@ -62,9 +62,9 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; the first row is its header, the first column is left-aligned."""
-    header, *body = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([header, "|---|" + "--:|" * (len(rows[0]) - 1), *body])
+    """A Markdown table, the first row its header; columns behind the first are right-aligned."""
+    rule = ["---", *["---:"] * (len(rows[0]) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:]))
 
 
 def wilson_interval(right: int, total: int, z: float = 1.959964) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """The command `base-moe`: one table of subcommands, each in the module that does the work.
 
-A command's module has `DESCRIPTION`, `add_arguments(parser)` and `run(args)`, and is imported only when asked for.
+A command's module has `DESCRIPTION`, `add_arguments(parser)` and `run(args)`, and is imported only when asked for. Of
+several named by backend, `--backend` chooses one, by default the first.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import os
 import sys
 from importlib.metadata import version
 
-COMMANDS = {
+COMMANDS: dict[str, tuple[str | dict[str, str], str]] = {
     "demo": ("calibrate.demo", "the embedded model on held-out prompts: dense against every budget and ranking"),
     "generate": ("calibrate.generate", "batched generation over a file of prompts under a budget"),
-    "chat": ("backends.mlx.chat", "talk to a model on MLX, the budget adjustable while talking"),
-    "serve": ("backends.mlx.server", "OpenAI-compatible server on MLX under a budget"),
-    "bench": ("backends.cuda.bench", "decode speed of true-width layers by number of active experts"),
+    "chat": ({"mlx": "backends.mlx.chat"}, "talk to a model on MLX, the budget adjustable while talking"),
+    "serve": ({"mlx": "backends.mlx.server"}, "OpenAI-compatible server on MLX under a budget"),
+    "bench": (
+        {"torch": "backends.cuda.bench", "mlx": "backends.mlx.bench"},
+        "decode speed of true-width layers by number of active experts",
+    ),
     "calibrate": ("calibrate.calibrate", "fit a predictor for a model on text"),
     "inspect": ("calibrate.inspect", "print the card of a predictor"),
     "gpu-check": ("backends.cuda.gpu_check", "CUDA kernels against float64, races and layer times, on a GPU"),
@@ -52,8 +56,12 @@ def main(argv: list[str] | None = None) -> int:
     if argv[0] not in COMMANDS:
         print(f"base-moe: unknown command {argv[0]!r}: choose one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    module = importlib.import_module(COMMANDS[argv[0]][0])
-    parser = argparse.ArgumentParser(prog=f"base-moe {argv[0]}", description=module.DESCRIPTION)
+    name, backends = COMMANDS[argv[0]][0], argparse.ArgumentParser(prog=f"base-moe {argv[0]}", add_help=False)
+    if isinstance(name, dict):
+        backends.add_argument("--backend", choices=list(name), default=next(iter(name)), help="default: %(default)s")
+        name = name[backends.parse_known_args(argv[1:])[0].backend]
+    module = importlib.import_module(name)
+    parser = argparse.ArgumentParser(prog=backends.prog, description=module.DESCRIPTION, parents=[backends])
     module.add_arguments(parser)
     args = parser.parse_args(argv[1:])
     try:

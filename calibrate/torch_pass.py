@@ -7,23 +7,22 @@ weight: every routed pair is computed once, and the forward pass stays the dense
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from backends.cuda.experts import experts_forward
-from backends.cuda.families import find_moe_layers
+from backends.cuda.families import FAMILIES, MoELayer, find_moe_layers, fingerprint
+from calibrate.passes import MEMORY_SHARE, Batch, check_model_type, first_line, main_memory
 from calibrate.statistics import LayerStatistics
 
 CALIBRATION_EXPERTS = "base_calibration"
-
-Batch = tuple[NDArray, NDArray, NDArray]
-"""ids, positions and counted of some rows, see `Sequences`."""
 
 
 class _Finished(Exception):  # noqa: N818
@@ -124,3 +123,89 @@ def collecting(
                 del layer.experts._base_sink
         model.set_experts_implementation(previous)
         model.train(trained)
+
+
+class TorchModel:
+    """A transformers model of a family in `backends.cuda.families`, as `calibrate.passes.DenseModel`."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._layers = {layer.index: layer for layer in find_moe_layers(model)}
+        self.model_type = next(iter(self._layers.values())).family.model_type
+        self.dtype = str(model.dtype).removeprefix("torch.")
+        self.device = next(model.parameters()).device.type
+
+    def layers(self) -> list[MoELayer]:
+        return list(self._layers.values())
+
+    def fingerprint(self) -> dict[int, tuple[float, ...]]:
+        return fingerprint(self.model)
+
+    def free_memory(self) -> int:
+        """Bytes for statistics: a share of what is free on the fullest device of the model."""
+        devices = {layer.device for layer in self._layers.values()}
+        if all(device.type == "cuda" for device in devices):
+            return max(int(MEMORY_SHARE * min(torch.cuda.mem_get_info(device)[0] for device in devices)), 1)
+        return main_memory(sum(p.numel() * p.element_size() for p in self.model.parameters()))
+
+    def statistics_device(self, index: int) -> torch.device:
+        return self._layers[index].device
+
+    def collecting(
+        self, statistics: Mapping[int, LayerStatistics], *, eps: float, weighted: bool
+    ) -> AbstractContextManager[Callable[[Batch], None]]:
+        return collecting(self.model, statistics, eps=eps, weighted=weighted)
+
+
+@dataclass(frozen=True)
+class TorchCheckpoint:
+    """A transformers checkpoint that has not been loaded; see `open_checkpoint`."""
+
+    reference: str
+    revision: str | None
+    config: Any
+    dtype: str
+    device: torch.device
+
+    def layers(self) -> list[MoELayer]:
+        with torch.device("meta"):
+            return find_moe_layers(AutoModelForCausalLM.from_config(self.config))
+
+    def load(self) -> TorchModel:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                self.reference, revision=self.revision, dtype=self.dtype, use_safetensors=True, trust_remote_code=False
+            )
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--model {self.reference!r} cannot be loaded: {first_line(error)}") from error
+        return TorchModel(model.to(self.device))
+
+
+def open_checkpoint(reference: str, revision: str | None, config: Any, *, dtype: str, device: str) -> TorchCheckpoint:
+    """Checks what can be checked without the weights.
+
+    Args:
+        reference, revision: of a folder or on the hub.
+        config: of transformers.
+        dtype: of the weights, or auto.
+        device: cpu, cuda, cuda:1, or auto.
+
+    Raises:
+        ValueError: a family or device that is not supported.
+    """
+    check_model_type(reference, config.model_type, [family.model_type for family in FAMILIES])
+    return TorchCheckpoint(reference, revision, config, dtype, _device(device))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"--device {name!r} is unknown: give cpu, cuda or cuda:1") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {name!r} lacks float64 or is not supported: give cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device {name!r}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return device

@@ -21,7 +21,7 @@ def command_line(module: str, args: argparse.Namespace) -> list[str]:
     """The command that runs `module` with the same arguments; flags are named as their destinations."""
     command = [sys.executable, "-m", "backends.cuda.command", module]
     for name, value in vars(args).items():
-        if value is None or value is False:
+        if name == "backend" or value is None or value is False:  # the backend has chosen the module
             continue
         flag = "--" + name.replace("_", "-")
         command += [flag] if value is True else [flag, str(value)]

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import mlx.core as mx
 import numpy as np
@@ -22,15 +22,15 @@ from mlx import nn
 from mlx.nn.layers.distributed import sum_gradients
 
 from backends.mlx.families import MoELayer, describe, find_moe_layers
-from backends.mlx.selection import SHARE_UNIT, MlxSelection, count_no_sync, select_no_sync
+from backends.mlx.selection import SHARE_UNIT, LogEnergy, MlxSelection, Predicted, select_no_sync
 from base_core.budget import Budget
 from base_core.fingerprint import FINGERPRINT_TOLERANCE
 from base_core.predictor import LayerPredictor, Predictor, PredictorError
 from base_core.selection import Denominator, Fill, Ranking
 
 NEEDS_PREDICTOR = ("removal_cost", "static_energy")
-SMALLEST = float(np.finfo(np.float32).tiny)
 PROBE_ROWS = (1, 2, 4, 8, 16, 32)
+Kernels: TypeAlias = Literal["auto", "always", "off"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Policy:
         ranking, fill, denominator: as in `base_core.select`, but `oracle` is not offered.
         decode_window: longest run of tokens per sequence that still counts as decoding: 1, or the drafts plus 1.
         count_all: also send the steps that the budget cannot change through selection, so that they are counted.
-        kernels: `auto` uses the Metal kernels where there is a Metal device, `off` never does.
+        kernels: `auto` uses the Metal kernels where there is a Metal device, `off` never does, `always` builds them
+            into the graph on any machine, for a look at it.
         tolerance: largest distance between the predictor's fingerprint and the model's routers.
     """
 
@@ -50,7 +51,7 @@ class Policy:
     denominator: Denominator = "native"
     decode_window: int = 1
     count_all: bool = False
-    kernels: Literal["auto", "off"] = "auto"
+    kernels: Kernels = "auto"
     tolerance: float = FINGERPRINT_TOLERANCE
 
     def __post_init__(self) -> None:
@@ -61,8 +62,8 @@ class Policy:
             raise ValueError("ranking 'oracle' runs every expert and is for evaluation only: take removal_cost")
         if self.decode_window < 1:
             raise ValueError(f"decode_window {self.decode_window} is below 1: give 1, or the number of drafts plus 1")
-        if self.kernels not in ("auto", "off"):
-            raise ValueError(f"kernels {self.kernels!r} is unknown: choose auto or off")
+        if self.kernels not in get_args(Kernels):
+            raise ValueError(f"kernels {self.kernels!r} is unknown: choose one of {', '.join(get_args(Kernels))}")
 
 
 class Operations(NamedTuple):
@@ -74,10 +75,12 @@ class Operations(NamedTuple):
     """
 
     select: Callable[..., MlxSelection | None]
-    experts: Callable[[nn.Module, mx.array, mx.array, mx.array, bool], mx.array | None]
+    experts: Callable[..., mx.array | None]
 
 
-def weighted_experts(switch: nn.Module, x: mx.array, ids: mx.array, weights: mx.array, keeps_dtype: bool) -> mx.array:
+def weighted_experts(
+    switch: nn.Module, x: mx.array, ids: mx.array, weights: mx.array, keeps_dtype: bool, lists: Any = None
+) -> mx.array:
     """Weighted sum of the experts' outputs, operation for operation as mlx-lm's blocks have it: [..., d].
 
     Args:
@@ -85,6 +88,7 @@ def weighted_experts(switch: nn.Module, x: mx.array, ids: mx.array, weights: mx.
         x: [..., d].
         ids, weights: [..., k].
         keeps_dtype: cast the sum back to the experts' dtype.
+        lists: a selection's row lists, which only kernels read.
     """
     y = switch(x, ids)
     total = (y * weights[..., None]).sum(axis=-2)
@@ -94,9 +98,9 @@ def weighted_experts(switch: nn.Module, x: mx.array, ids: mx.array, weights: mx.
 STOCK_OPERATIONS = Operations(select_no_sync, weighted_experts)
 
 
-def operations(kernels: Literal["auto", "off"]) -> Operations:
+def operations(kernels: Kernels) -> Operations:
     """The operations that `Policy.kernels` asks for on this machine."""
-    if kernels == "off" or not mx.metal.is_available():
+    if kernels == "off" or (kernels == "auto" and not mx.metal.is_available()):
         return STOCK_OPERATIONS
     metal = import_module("backends.mlx.kernels")
     return Operations(metal.select, metal.experts)
@@ -194,50 +198,46 @@ class BudgetedLayer:
         router = self.moe.router
         return x @ router.weight.T if self.moe.family.chooses_itself else router(x)
 
-    def project(self, x: mx.array) -> tuple[mx.array, mx.array | None]:
-        """Router logits [..., E] and log-energies float32 [..., E] (or [E], or None) for router inputs x [..., d]."""
+    def project(self, x: mx.array) -> tuple[mx.array, LogEnergy]:
+        """Router logits [..., E] and log-energies, by row, by expert or none, for router inputs x [..., d]."""
         if self.weight is None or self.bias is None:
             return self._logits(x), self.bias
-        if self.stacks:
-            if self._router_weight is not self.moe.router.weight:
-                self._stack()  # weights were loaded since
-            product = self._product(x)
-            logits, raw = mx.split(product, 2, axis=-1)
-        else:
-            logits, raw = self._logits(x), x.astype(mx.float32) @ self.weight.T
-        norm = mx.maximum(mx.linalg.norm(x.astype(mx.float32), axis=-1, keepdims=True), SMALLEST)
-        return logits, raw.astype(mx.float32) / norm + self.bias
+        rows = x.reshape(-1, x.shape[-1])
+        if not self.stacks:
+            return self._logits(x), Predicted(rows.astype(mx.float32) @ self.weight.T, 0, rows, self.bias)
+        if self._router_weight is not self.moe.router.weight:
+            self._stack()  # weights were loaded since
+        product, E = self._product(x), self.moe.num_experts
+        return product[..., :E], Predicted(product.reshape(-1, 2 * E), E, rows, self.bias)
 
-    def select(self, x: mx.array) -> tuple[MlxSelection, tuple[int, ...]]:
-        """The step's selection for x [..., d], and the shape [..., k] its ids and weights take in the block."""
-        E, policy = self.moe.num_experts, self.session.policy
+    def routed(self, x: mx.array) -> dict[str, Any]:
+        """What a selection takes, for router inputs x [..., d]."""
+        E, k, policy = self.moe.num_experts, self.moe.experts_per_token, self.session.policy
         logits, log_energy = self.project(x)
         routing = self.moe.family.route(self.moe.block, logits)
         rows = self.session.rows
-        arguments: dict[str, Any] = dict(
+        return dict(
             scores=routing.scores.reshape(-1, E),
-            ids=routing.ids.reshape(-1, routing.ids.shape[-1]),
-            weights=routing.weights.reshape(-1, routing.weights.shape[-1]),
-            log_energy=log_energy if log_energy is None or log_energy.ndim == 1 else log_energy.reshape(-1, E),
+            ids=routing.ids.reshape(-1, k),
+            weights=routing.weights.reshape(-1, k),
+            log_energy=log_energy,
             limit=self.limit,
             tau=self.tau,
             preference=routing.preference.reshape(-1, E),
             rows=None if rows is None else mx.repeat(rows, x.shape[-2]),
+            counters=self.counters,
             ranking=policy.ranking,
             fill=policy.fill,
             denominator=policy.denominator,
         )
-        return self.operations.select(**arguments) or select_no_sync(**arguments), routing.ids.shape
 
-    def count(self, selection: MlxSelection) -> mx.array:
-        """Adds the step to the counters and returns them: int64 [5], steps and `count_no_sync`.
-
-        They are to be evaluated with the step's output. A step of finished rows alone does not count.
-        """
-        counts = count_no_sync(selection) if selection.counts is None else selection.counts
-        counted = (counts[1:2] > 0).astype(mx.int64)
-        self.counters = self.counters + mx.concatenate([counted, counted * counts])
-        return self.counters
+    def select(self, x: mx.array) -> MlxSelection:
+        """The step's selection for router inputs x [..., d]; the counters now hold the step."""
+        arguments = self.routed(x)
+        selection = self.operations.select(**arguments) or select_no_sync(**arguments)
+        assert selection.counters is not None
+        self.counters = selection.counters
+        return selection
 
 
 class Session:
@@ -366,7 +366,8 @@ def _budgeted(stock: Any) -> Any:
         group = getattr(self, "sharding_group", None)
         if group is not None:
             x = sum_gradients(group)(x)
-        selection, shape = layer.select(x)
+        selection = layer.select(x)
+        shape = (*x.shape[:-1], layer.moe.experts_per_token)
         arguments = (
             self[family.experts],
             x,
@@ -374,7 +375,7 @@ def _budgeted(stock: Any) -> Any:
             selection.weights.reshape(shape),
             family.keeps_dtype,
         )
-        y = layer.operations.experts(*arguments)
+        y = layer.operations.experts(*arguments, selection.lists)
         if y is None:
             y = weighted_experts(*arguments)
         shared = family.shared(self, x)
@@ -383,7 +384,7 @@ def _budgeted(stock: Any) -> Any:
         if group is not None:
             y = mx.distributed.all_sum(y, group=group)
         # The counters are evaluated with the output: read later they cost nothing, and they never pin a step's graph.
-        return mx.depends(y, layer.count(selection))
+        return mx.depends(y, layer.counters)
 
     return type(stock.__name__, (stock,), {"__call__": __call__, "__module__": __name__})
 

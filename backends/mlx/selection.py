@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
+import numpy as np
 
 from base_core.selection import (
     DECODE,
@@ -18,6 +19,32 @@ from base_core.selection import (
 )
 
 SHARE_UNIT = 1 << 20
+SMALLEST = float(np.finfo(np.float32).tiny)
+
+
+class Predicted(NamedTuple):
+    """Log-energies as the predictor's product left them, before the division by the rows' norms.
+
+    Attributes:
+        product: float [T, P]; columns first to first + E are x @ weight.T.
+        first: where they begin, behind the router's logits or at 0.
+        x: float [T, d], router inputs.
+        bias: float32 [E].
+    """
+
+    product: mx.array
+    first: int
+    x: mx.array
+    bias: mx.array
+
+    def log_energy(self) -> mx.array:
+        """float32 [T, E]."""
+        raw = self.product[:, self.first : self.first + self.bias.size].astype(mx.float32)
+        norm = mx.maximum(mx.linalg.norm(self.x.astype(mx.float32), axis=-1, keepdims=True), SMALLEST)
+        return raw / norm + self.bias
+
+
+LogEnergy: TypeAlias = "mx.array | Predicted | None"
 
 
 class MlxSelection(NamedTuple):
@@ -30,7 +57,8 @@ class MlxSelection(NamedTuple):
         cost: float32 [E], the ranking's value of each expert.
         union: bool [E], what the rows chose natively; padding rows are left out.
         fell_back: bool [], a cost was not finite and the layer kept its native routing.
-        counts: int32 [4] as `count_no_sync` has it, from a kernel that counts as it selects.
+        counters: int64 [5] with this step in them, from a kernel that counts as it selects.
+        lists: each active expert's rows, from a kernel that lists them (`backends.mlx.kernels.lists.RowLists`).
     """
 
     ids: mx.array
@@ -39,28 +67,34 @@ class MlxSelection(NamedTuple):
     cost: mx.array
     union: mx.array
     fell_back: mx.array
-    counts: mx.array | None = None
+    counters: mx.array | None = None
+    lists: Any = None
 
 
-def count_no_sync(selection: MlxSelection) -> mx.array:
-    """int32 [4]: experts read, experts chosen natively, share of the cost kept in units of 1 / SHARE_UNIT, fallback."""
+def count_no_sync(selection: MlxSelection, counters: mx.array) -> mx.array:
+    """Adds a step to counters int64 [5], unless it held padding alone.
+
+    They are: steps, experts read, experts chosen natively, share of the cost kept in 1 / SHARE_UNIT, fallbacks.
+    """
     total = selection.cost.sum()
     share = mx.where(selection.active, selection.cost, 0).sum() / total
     share = mx.where(mx.isfinite(total) & (total > 0), share, 1)
     counts = (selection.active.sum(), selection.union.sum(), mx.round(share * SHARE_UNIT), selection.fell_back)
-    return mx.stack([count.astype(mx.int32) for count in counts])
+    counted = (counts[1] > 0).astype(mx.int64)
+    return counters + counted * mx.stack([mx.array(1), *(count.astype(mx.int64) for count in counts)])
 
 
 def select_no_sync(
     scores: mx.array,
     ids: mx.array,
     weights: mx.array,
-    log_energy: mx.array | None,
+    log_energy: LogEnergy,
     limit: int | mx.array,
     *,
     tau: float | mx.array | None = None,
     preference: mx.array | None = None,
     rows: mx.array | None = None,
+    counters: mx.array | None = None,
     ranking: Ranking = "removal_cost",
     fill: Fill = "backfill",
     denominator: Denominator = "native",
@@ -74,16 +108,19 @@ def select_no_sync(
         scores: float [T, E], positive router scores.
         ids: int [T, k], the router's native choice, distinct in each row.
         weights: float [T, k], native combine weights.
-        log_energy: float [T, E], or [E] for all rows alike; the energy rankings need it.
+        log_energy: float [T, E], or [E] for all rows alike, or `Predicted`; the energy rankings need it.
         limit: most experts, an int or an int array [].
         tau: share of the cost to keep (an energy budget).
         preference: float [T, E], what the router ranks by, -inf where a row may not go; `scores` when None.
         rows: int [T], 0 padding, 1 decode, 2 prefill; all decode when None.
+        counters: int64 [5] that the step is added to, see `count_no_sync`.
 
     Raises:
         ValueError: an energy ranking without `log_energy`.
     """
     T, k = ids.shape
+    if isinstance(log_energy, Predicted):
+        log_energy = log_energy.log_energy()
     preference = scores if preference is None else preference
     rows = mx.full((T,), DECODE) if rows is None else rows
     real = (rows != PADDING)[:, None]
@@ -114,7 +151,7 @@ def select_no_sync(
     share = mx.where(mass > 0, executed / mass, 0) * weights.astype(mx.float32).sum(axis=1, keepdims=True)
 
     keeps_native = real & native.all(axis=1, keepdims=True)
-    return MlxSelection(
+    selection = MlxSelection(
         mx.where(keeps_native, ids, mx.where(filled, chosen, spare)),
         mx.where(keeps_native, weights, share.astype(weights.dtype)),
         active,
@@ -122,6 +159,7 @@ def select_no_sync(
         union,
         fell_back,
     )
+    return selection if counters is None else selection._replace(counters=count_no_sync(selection, counters))
 
 
 def _sum_by_expert(ids: mx.array, values: mx.array, voting: mx.array, E: int) -> mx.array:

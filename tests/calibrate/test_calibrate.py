@@ -16,13 +16,14 @@ from transformers import LlamaConfig
 
 from backends.cuda.families import find_moe_layers, fingerprint
 from base_core import load_predictor
-from base_core.embedded import model_path
+from base_core.embedded import model_path, predictor_path
 from calibrate import calibrate as command
-from calibrate.calibrate import Origin, Settings, calibrate_model, plan_passes
+from calibrate import passes, torch_pass
 from calibrate.cli import main
+from calibrate.passes import Origin, Settings, plan_passes
 from calibrate.statistics import LayerStatistics, read_state, statistics_bytes
 from calibrate.text import Sequences, pack
-from calibrate.torch_pass import CALIBRATION_EXPERTS, collecting
+from calibrate.torch_pass import CALIBRATION_EXPERTS, TorchModel, collecting
 from tests.backends.cuda.tiny import MODEL_TYPES, VOCABULARY, make_model
 
 EPS = 1e-9
@@ -33,7 +34,7 @@ DOCUMENTS = [7, 3, 12, 1, 9]
 @pytest.fixture(autouse=True)
 def checkpoint_whenever_due(monkeypatch):
     """However long writing took."""
-    monkeypatch.setattr(command, "CHECKPOINT_SHARE", 0)
+    monkeypatch.setattr(passes, "CHECKPOINT_SHARE", 0)
 
 
 def make_sequences(sizes=DOCUMENTS, length=16, seed=0) -> Sequences:
@@ -172,6 +173,10 @@ def test_filling_does_not_count():
             torch.testing.assert_close(tensor, second[i].tensors()[name], rtol=1e-5, atol=1e-5)
 
 
+def calibrate_model(model, sequences, **options):
+    return passes.calibrate_model(TorchModel(model), sequences, **options)
+
+
 def make_text(model, tokens=400):
     return make_sequences([20] * (tokens // 20), length=40)
 
@@ -235,7 +240,7 @@ def test_resumed_is_uninterrupted(tmp_path, monkeypatch, interrupted_after):
     sequences, partial = make_text(model), tmp_path / "out.partial"
     whole = calibrate_model(model, sequences, settings=settings)
     writes = 0
-    write = command.write_checkpoint
+    write = passes.write_checkpoint
 
     def stopping(*args):
         nonlocal writes
@@ -244,10 +249,10 @@ def test_resumed_is_uninterrupted(tmp_path, monkeypatch, interrupted_after):
         if writes > interrupted_after:
             raise StopError
 
-    monkeypatch.setattr(command, "write_checkpoint", stopping)
+    monkeypatch.setattr(passes, "write_checkpoint", stopping)
     with pytest.raises(StopError):
         calibrate_model(model, sequences, settings=settings, partial=partial)
-    monkeypatch.setattr(command, "write_checkpoint", write)
+    monkeypatch.setattr(passes, "write_checkpoint", write)
     state = read_state(partial)
     assert state["pass"] * 5 + state["batch"] == interrupted_after + 1
     # Another amount of memory would make other passes: the checkpoint's own go on.
@@ -285,7 +290,7 @@ def test_a_full_disk_costs_the_checkpoint_only(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(command, "write_checkpoint", fail)
+    monkeypatch.setattr(passes, "write_checkpoint", fail)
     model = make_model()
     settings = Settings(batch_tokens=100, checkpoint_minutes=0)
     failed = calibrate_model(model, make_text(model), settings=settings, partial=tmp_path / "out.partial")
@@ -357,11 +362,30 @@ def test_command(tmp_path, checkpoint, data, capsys):
     assert small.stat().st_size < out.stat().st_size
 
 
+def test_command_on_mlx(tmp_path, data, capsys):
+    pytest.importorskip("mlx.core")
+    out = tmp_path / "mlx.safetensors"
+    argv = ["calibrate", "--backend", "mlx", "--data", str(data), "--out", str(out), "--tokens", "1200"]
+    assert main(argv) == 0
+    captured = capsys.readouterr()
+    assert "4 MoE layers of 64 experts, width 192" in captured.err and "weights are cast to float32" in captured.err
+    card = load_predictor(out).card
+    embedded = load_predictor(predictor_path()).card
+    assert (card.model_id, card.model_type, card.layers) == (embedded.model_id, embedded.model_type, embedded.layers)
+    assert card.tokens == 1200 and len({sum(pairs) for pairs in card.pairs.values()}) == 1
+    for more, message in (
+        (["--device", "cuda"], "--device 'cuda' is for --backend torch"),
+        (["--model-dtype", "float16"], "float32 only"),
+    ):
+        assert main([*argv, *more]) == 2
+        assert message in capsys.readouterr().err
+
+
 KILLED = """
 import os, signal, sys
-from calibrate import calibrate, statistics
+from calibrate import passes, statistics
 from calibrate.cli import main
-calibrate.CHECKPOINT_SHARE = 0
+passes.CHECKPOINT_SHARE = 0
 replace, writes = os.replace, 0
 def killing(*args):
     global writes
@@ -411,7 +435,7 @@ def test_bad_input_is_refused_before_the_model_is_loaded(tmp_path, checkpoint, d
     def unexpected(*_):
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr(command, "_load_model", unexpected)
+    monkeypatch.setattr(torch_pass.TorchCheckpoint, "load", unexpected)
     empty, short = tmp_path / "empty.txt", tmp_path / "short.txt"
     empty.write_text("")
     short.write_text("short")

@@ -15,6 +15,7 @@ from mlx_lm.models.switch_layers import SwitchGLU  # noqa: E402
 from tests.metal import harness  # noqa: E402
 
 kernel = importlib.import_module("backends.mlx.kernels.experts")
+lists = importlib.import_module("backends.mlx.kernels.lists")
 
 pytestmark = pytest.mark.skipif(
     not (harness.AVAILABLE or mx.metal.is_available()), reason="needs Linux and g++, or a Metal device"
@@ -55,8 +56,11 @@ def compare(x, ids, weights, projections, **options):
 @pytest.fixture(autouse=True)
 def launches():
     # The hidden layer of an empty slot is neither written nor read.
-    with harness.runnable(kernel, partial=["_gate_up_kernel"]) as kernels:
-        yield kernels
+    with (
+        harness.runnable(lists) as listing,
+        harness.runnable(kernel, partial=["_gate_up_kernel"]) as kernels,
+    ):
+        yield listing | kernels
 
 
 @pytest.mark.parametrize("T", range(1, 33))
@@ -202,7 +206,7 @@ def test_every_barrier_is_needed(launches):
     rng = np.random.default_rng(9)
     x, ids, weights = make_rows(rng, 4, 40, 2, 64, mx.float32)
     kernel.grouped_experts(x, ids, weights, **make_projections(rng, 40, 64, 64, mx.float32, 4))
-    for name, barriers in (("_group_kernel", 2), ("_gate_up_kernel", 0), ("_down_kernel", 1)):
+    for name, barriers in (("_list_kernel", 2), ("_gate_up_kernel", 0), ("_down_kernel", 1)):
         missing = list(harness.without_barriers(launches[name].launches[0]))
         assert len(missing) == barriers
         for faulty in missing:

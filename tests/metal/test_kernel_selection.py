@@ -10,7 +10,7 @@ import pytest
 
 mx = pytest.importorskip("mlx.core")
 
-from backends.mlx.selection import SHARE_UNIT, count_no_sync, select_no_sync  # noqa: E402
+from backends.mlx.selection import SHARE_UNIT, Predicted, count_no_sync, select_no_sync  # noqa: E402
 from base_core import Budget, select  # noqa: E402
 from tests.metal import harness  # noqa: E402
 
@@ -73,11 +73,17 @@ def compare(case, budget, tolerance, **choices):
     """Runs the kernel and checks everything that it returns; None where the case is undecided."""
     E = case["scores"].shape[1]
     budget = Budget.parse(budget)
-    arrays = {n: None if a is None else np.array(a) if n in ("ids", "rows") else as_float32(a) for n, a in case.items()}
+    values = dict(case)
+    if isinstance(case["log_energy"], Predicted):
+        values["log_energy"] = case["log_energy"].log_energy()
+    arrays = {
+        n: None if a is None else np.array(a) if n in ("ids", "rows") else as_float32(a) for n, a in values.items()
+    }
     expected = select(**arrays, budget=budget, **choices)
     if np.isfinite(expected.cost).all() and expected.cost.any() and undecided(expected.cost, budget.tau):
         return None
-    arguments = {**case, "limit": mx.array(budget.limit(E)), "tau": budget.tau, **choices}
+    before = mx.array([3, 5, 7, 11, 13], mx.int64)
+    arguments = {**case, "limit": mx.array(budget.limit(E)), "tau": budget.tau, "counters": before, **choices}
     got = kernel.select(**arguments)
     active, ids = np.array(got.active), np.array(got.ids)
     finite = np.isfinite(expected.cost)
@@ -93,10 +99,30 @@ def compare(case, budget, tolerance, **choices):
     assert got.fell_back.item() == expected.fell_back
     union = np.isin(np.arange(E), arrays["ids"][arrays["rows"] != 0])
     np.testing.assert_array_equal(np.array(got.union), union)
-    counts = np.array(got.counts)
-    np.testing.assert_array_equal(counts[[0, 1, 3]], [active.sum(), union.sum(), expected.fell_back])
-    assert abs(int(counts[2]) - int(count_no_sync(got._replace(counts=None))[2].item())) <= SHARE_UNIT * 1e-5
+    counted, twin = np.array(got.counters), np.array(count_no_sync(got, before))
+    np.testing.assert_array_equal(counted[[0, 1, 2, 4]], twin[[0, 1, 2, 4]])
+    assert abs(counted[3] - twin[3]) <= SHARE_UNIT * 1e-5
+    if union.any():
+        np.testing.assert_array_equal(
+            twin[[0, 1, 2, 4]], [4, 5 + active.sum(), 7 + union.sum(), 13 + got.fell_back.item()]
+        )
+    else:
+        np.testing.assert_array_equal(twin, np.array(before))
+    assert (got.lists is not None) == (len(ids) <= kernel.LISTED_ROWS)
+    if got.lists is not None:
+        check_lists(got.lists, ids, as_float32(got.weights))
     return got
+
+
+def check_lists(lists, ids, weights):
+    """Row lists against a literal reading of ids and weights."""
+    pairs = {int(e): [p for p in range(ids.size) if ids.flat[p] == e and weights.flat[p]] for e in np.unique(ids)}
+    wanted = {e: own for e, own in pairs.items() if own}
+    experts, starts, listed = (np.array(a) for a in lists[:3])
+    used = lists.used.item()
+    assert used == len(wanted) and experts[:used].tolist() == list(wanted)
+    assert {int(e): listed[starts[i] : starts[i + 1]].tolist() for i, e in enumerate(experts[:used])} == wanted
+    assert (starts[used:] == sum(map(len, wanted.values()))).all()
 
 
 @pytest.fixture
@@ -145,6 +171,44 @@ def test_corner_cases(launches, fill, denominator):
     assert compared >= 55
 
 
+def predicted(rng, case, d, dtype, stacked):
+    """The case with log-energies still to be made: a product, maybe behind router logits, and the rows it came from."""
+    T, E = case["scores"].shape
+    x = mx.array(rng.normal(scale=3, size=(T, d)).astype(np.float32)).astype(dtype)
+    weight = mx.array(rng.normal(size=(E, d)).astype(np.float32)).astype(dtype)
+    product = x.astype(mx.float32) @ weight.astype(mx.float32).T
+    if stacked:
+        product = mx.concatenate([mx.array(rng.normal(size=(T, E)).astype(np.float32)), product], axis=1).astype(dtype)
+    bias = mx.array(rng.normal(size=E).astype(np.float32))
+    return {**case, "log_energy": Predicted(product, E if stacked else 0, x, bias)}
+
+
+@pytest.mark.parametrize(
+    ("E", "T", "k", "d", "dtype", "stacked"),
+    [
+        (60, 1, 4, 40, mx.float32, True),
+        (64, 16, 6, 72, mx.float16, False),
+        (128, 16, 8, 128, mx.bfloat16, True),
+        (128, 40, 8, 33, mx.float32, False),
+        (256, 7, 8, 64, mx.bfloat16, False),
+        (64, 130, 2, 64, mx.float16, True),
+    ],
+)
+def test_energies_from_the_products(launches, E, T, k, d, dtype, stacked):
+    rng = np.random.default_rng(E + T)
+    case = make(rng, E, T, k, dtype, kinds=(0, 1, 1), bias=True)
+    for budget in ("9", "energy:0.8"):
+        assert compare(predicted(rng, case, d, dtype, stacked), budget, DTYPES[dtype]) is not None
+
+
+def test_rows_of_zeros_have_the_bias_as_their_energy(launches):
+    rng = np.random.default_rng(11)
+    case = predicted(rng, make(rng, 60, 4, 4), 32, mx.float32, False)
+    product, first, x, bias = case["log_energy"]
+    case["log_energy"] = Predicted(mx.zeros_like(product), first, mx.zeros_like(x), bias)
+    assert compare(case, "5", 2e-6) is not None
+
+
 def test_weights_that_are_not_finite(launches):
     case = make(np.random.default_rng(6), 60, 5, 4)
     case["weights"][2, 1] = mx.array(float("inf"))
@@ -185,13 +249,14 @@ def test_larger_layers_are_left_to_the_operations(T, E, k):
 def recorded(T):
     """The launches of one call with everything in it."""
     with harness.simulated(kernel) as kernels:
-        case = make(np.random.default_rng(10), 60, T, 2, kinds=(0, 1), bias=True)
+        rng = np.random.default_rng(10)
+        case = predicted(rng, make(rng, 60, T, 2, kinds=(0, 1), bias=True), 64, mx.float32, True)
         kernel.select(**case, limit=5, tau=0.95)
         return [launch for stand_in in kernels.values() for launch in stand_in.launches]
 
 
 @needs_harness
-@pytest.mark.parametrize("T", [5, 128])
+@pytest.mark.parametrize("T", [5, 33, 128])
 def test_no_races(T):
     assert [harness.races(launch) for launch in recorded(T)] == [[]] * (1 if T < kernel.SPLIT_ROWS else 2)
 
@@ -200,7 +265,7 @@ def test_no_races(T):
 def test_every_barrier_is_needed():
     (launch,) = recorded(16)
     missing = list(harness.without_barriers(launch))
-    assert len(missing) == 5
+    assert len(missing) == 9
     for faulty in missing:
         with pytest.raises(harness.KernelError, match="differs"):
             harness.run_checked(faulty)
@@ -208,7 +273,7 @@ def test_every_barrier_is_needed():
 
 @needs_harness
 @needs_clang
-@pytest.mark.parametrize("T", [1, 5, 128])
+@pytest.mark.parametrize("T", [1, 33, 128])
 def test_address_spaces(T):
     assert [harness.address_space_errors(launch.source) for launch in recorded(T)] == [[]] * (1 if T < 128 else 2)
 
@@ -218,6 +283,6 @@ def test_address_spaces(T):
 def test_no_choice_depends_on_the_order_of_reductions(T):
     for launch in recorded(T):
         results = [harness.run(launch, reduction=order) for order in (0, 1, 5)]
-        counts = [i for i, shape in enumerate(launch.output_shapes) if shape == (4,)]
+        counters = [i for i, dtype in enumerate(launch.output_dtypes) if dtype == mx.int64]
         for i, outputs in enumerate(zip(*results, strict=True)):
-            assert i in counts or all(np.array_equal(outputs[0], other) for other in outputs[1:])
+            assert i in counters or all(np.array_equal(outputs[0], other) for other in outputs[1:])

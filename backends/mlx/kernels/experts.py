@@ -1,7 +1,7 @@
 """Kernel B: the active experts on all their rows, each weight read and dequantised once a step.
 
-Stock `gather_qmm` runs one matrix-vector product per (row, expert) pair at decode sizes. Three launches replace it: the
-lists of each expert's rows, gate and up with SwiGLU, and down with the weighted sum over experts.
+Stock `gather_qmm` runs one matrix-vector product per (row, expert) pair at decode sizes. Two launches replace it: gate
+and up with SwiGLU, and down with the weighted sum over experts. They go by each expert's list of rows.
 """
 
 from __future__ import annotations
@@ -13,68 +13,13 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchLinear
 
+from backends.mlx.kernels.lists import LIST_NAMES, RowLists, list_rows
+
 MAX_ROWS = 32
 """In the down product lane t of a simdgroup sums up row t."""
 MAX_EXPERTS = 512
 SLOTS_AT_ONCE = 32
 SIMDGROUPS = 4
-
-# One threadgroup; thread e lists the pairs (row, slot) of expert e, in order. A pair of weight 0 is an empty slot.
-_GROUP_SOURCE = """
-    constexpr int SG = TG / 32;
-    threadgroup ushort expert_of[PAIRS];
-    threadgroup uint slots_of[SG], pairs_of[SG];
-    const uint e = thread_index_in_threadgroup;
-    const uint lane = thread_index_in_simdgroup;
-    const uint sg = simdgroup_index_in_threadgroup;
-    const uint P = ids_shape[0] * ids_shape[1];
-    for (uint p = e; p < P; p += TG) {
-        expert_of[p] = float(weights[p]) != 0.0f ? ushort(ids[p]) : ushort(0xffff);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-
-    uint n = 0;
-    for (uint p = 0; p < P; p++) {
-        n += expert_of[p] == e;
-    }
-    uint slot = simd_prefix_exclusive_sum(uint(n > 0));
-    uint first = simd_prefix_exclusive_sum(n);
-    if (lane == 31) {
-        slots_of[sg] = slot + uint(n > 0);
-        pairs_of[sg] = first + n;
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-
-    uint total = 0, listed = 0;
-    for (uint i = 0; i < SG; i++) {
-        slot += i < sg ? slots_of[i] : 0;
-        first += i < sg ? pairs_of[i] : 0;
-        total += slots_of[i];
-        listed += pairs_of[i];
-    }
-    if (n > 0) {
-        experts[slot] = e;
-        starts[slot] = first;
-        for (uint p = 0; p < P; p++) {
-            if (expert_of[p] == e) {
-                pairs[first++] = p;
-            }
-        }
-    }
-    const uint slots = min(uint(E), P);
-    for (uint i = total + e; i <= slots; i += TG) {
-        starts[i] = listed;
-        if (i < slots) {
-            experts[i] = E;
-        }
-    }
-    for (uint i = listed + e; i < P; i += TG) {
-        pairs[i] = P;
-    }
-    if (e == 0) {
-        used[0] = total;
-    }
-"""
 
 _PRODUCT_HEADER = """
 template <int BITS>
@@ -273,18 +218,9 @@ _DOWN_SOURCE = (
 """
 )
 
-_LISTS = ["experts", "starts", "pairs", "used"]
-
-_group_kernel: Any = mx.fast.metal_kernel(
-    name="base_group",
-    input_names=["ids", "weights"],
-    output_names=_LISTS,
-    source=_GROUP_SOURCE,
-)
-
 _gate_up_kernel: Any = mx.fast.metal_kernel(
     name="base_gate_up",
-    input_names=["x", *_LISTS, "gate", "gate_scales", "gate_biases", "up", "up_scales", "up_biases"],
+    input_names=["x", *LIST_NAMES, "gate", "gate_scales", "gate_biases", "up", "up_scales", "up_biases"],
     output_names=["hidden"],
     source=_GATE_UP_SOURCE,
     header=_PRODUCT_HEADER,
@@ -292,7 +228,7 @@ _gate_up_kernel: Any = mx.fast.metal_kernel(
 
 _down_kernel: Any = mx.fast.metal_kernel(
     name="base_down",
-    input_names=["hidden", "weights", *_LISTS, "down", "down_scales", "down_biases"],
+    input_names=["hidden", "weights", *LIST_NAMES, "down", "down_scales", "down_biases"],
     output_names=["out"],
     source=_DOWN_SOURCE,
     header=_PRODUCT_HEADER,
@@ -363,9 +299,10 @@ def grouped_experts(
     gate: Projection,
     up: Projection,
     down: Projection,
+    lists: RowLists | None = None,
     out_dtype: mx.Dtype | None = None,
 ) -> mx.array:
-    """sum_j weights[t, j] * down(silu(gate x_t) * up x_t) of expert ids[t, j], in three launches.
+    """sum_j weights[t, j] * down(silu(gate x_t) * up x_t) of expert ids[t, j], in two launches.
 
     Sums are float32 and run in a fixed order; a slot of weight 0 costs nothing and its expert is not read for it.
 
@@ -374,6 +311,7 @@ def grouped_experts(
         ids: int [T, k].
         weights: float [T, k].
         gate, up, down: alike in kind, E up to 512.
+        lists: of ids and weights; made in a third launch when None.
         out_dtype: of the result; that of x when None.
 
     Returns:
@@ -401,15 +339,7 @@ def grouped_experts(
         raise ValueError(f"{T} rows and {E} experts: this kernel takes up to {MAX_ROWS} and {MAX_EXPERTS}")
 
     P, slots = T * K, min(E, T * K)
-    threads = (E + 31) // 32 * 32
-    lists = _group_kernel(
-        inputs=[ids, weights],
-        template=[("E", E), ("TG", threads), ("PAIRS", MAX_ROWS * K)],
-        grid=(threads, 1, 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[(slots,), (slots + 1,), (P,), (1,)],
-        output_dtypes=[mx.uint32] * 4,
-    )
+    lists = list_rows(ids, weights, E) if lists is None else lists
     rows = 1 << (T - 1).bit_length()
     common = [("K", K), ("R", rows), ("T", x.dtype)]
     tile = 4 if rows <= 4 else 2 if rows == 8 else 1
@@ -448,7 +378,9 @@ def grouped_experts_naive(
     return out
 
 
-def experts(switch: nn.Module, x: mx.array, ids: mx.array, weights: mx.array, keeps_dtype: bool) -> mx.array | None:
+def experts(
+    switch: nn.Module, x: mx.array, ids: mx.array, weights: mx.array, keeps_dtype: bool, lists: RowLists | None = None
+) -> mx.array | None:
     """The weighted sum of a SwitchGLU's outputs through `grouped_experts`.
 
     Args:
@@ -456,6 +388,7 @@ def experts(switch: nn.Module, x: mx.array, ids: mx.array, weights: mx.array, ke
         x: float [..., d].
         ids, weights: [..., k].
         keeps_dtype: return the dtype of x, else what x and weights promote to.
+        lists: the rows of each expert, where the selection has made them.
 
     Returns:
         [..., d], or None where the kernel has no answer: over 32 rows, another activation, biases, other formats.
@@ -479,6 +412,7 @@ def experts(switch: nn.Module, x: mx.array, ids: mx.array, weights: mx.array, ke
         gate=gate,
         up=up,
         down=down,
+        lists=lists,
         out_dtype=out_dtype,
     )
     return y.reshape(*leading, d)

@@ -1,4 +1,4 @@
-"""Kernel A: removal cost, ranking, active set, refill, weights and counters of one MoE layer in one launch.
+"""Kernel A: log-energies, removal cost, ranking, active set, refill, weights, counters and row lists in one launch.
 
 `backends.mlx.selection.select_no_sync` is its twin, `base_core.select` the reference of both (paper sections 6.1, 6.2).
 """
@@ -10,12 +10,16 @@ from typing import Any
 
 import mlx.core as mx
 
-from backends.mlx.selection import SHARE_UNIT, MlxSelection
+from backends.mlx.kernels.lists import LIST_NAMES, RowLists, list_shapes, list_source
+from backends.mlx.selection import SHARE_UNIT, SMALLEST, LogEnergy, MlxSelection, Predicted
 from base_core.selection import DECODE, LOG_ENERGY_RANGE, PADDING, PREFILL, Denominator, Fill, Ranking
 
 MAX_EXPERTS, MAX_ROWS, MAX_SLOTS = 512, 256, 16
 SPLIT_ROWS = 128
 """From here on rows are filled by a second launch, over all cores instead of one."""
+LISTED_ROWS = 32
+"""Up to here the launch also lists each active expert's rows, for the experts' kernel."""
+NO_ENERGY, ENERGY_BY_EXPERT, ENERGY_BY_ROW, ENERGY_PREDICTED = range(4)
 
 _HEAD = f"""
     constexpr int PADDING = {PADDING}, DECODE = {DECODE}, PREFILL = {PREFILL};
@@ -36,10 +40,29 @@ _ACTIVE = f"""
     threadgroup uint any_prefill[SG], any_bad[SG], union_count[SG], active_count[SG], lowest[SG];
     threadgroup float all_cost[SG], kept_cost[SG];
     threadgroup uint kept;
+    threadgroup float norm[NORMS];
     const uint e = thread_index_in_threadgroup;
     const uint sg = simdgroup_index_in_threadgroup;
     auto expert_of = reinterpret_cast<threadgroup ushort*>(pair_expert);
     auto cost_of = reinterpret_cast<threadgroup float*>(cost_by_expert);
+
+    if (ENERGY == {ENERGY_PREDICTED}) {{
+        for (int row = sg; row < T; row += SG) {{
+            float sum = 0.0f;
+            for (int i = lane; i < D; i += 32) {{
+                const float value = x[row * D + i];
+                sum += value * value;
+            }}
+            #pragma unroll
+            for (uint step = 16; step > 0; step /= 2) {{
+                sum += simd_shuffle_xor(sum, ushort(step));
+            }}
+            if (lane == 0) {{
+                norm[row] = max(metal::precise::sqrt(sum), {SMALLEST}f);
+            }}
+        }}
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+    }}
 
     const int quads = (T * K + 3) / 4;
     bool prefill = false;
@@ -56,8 +79,12 @@ _ACTIVE = f"""
                 const float w = weights[p];
                 c = w * w;
                 if (ENERGY > 0) {{
+                    const int row = p / K, id = ids[p];
+                    float s = log_energy[(ENERGY == {ENERGY_BY_EXPERT} ? 0 : row * P + FIRST) + id];
+                    if (ENERGY == {ENERGY_PREDICTED}) {{
+                        s = s / norm[row] + bias[id];
+                    }}
                     // Comparisons keep NaN, clamp() may not.
-                    float s = log_energy[(ENERGY == 2 ? p / K * E : 0) + int(ids[p])];
                     s = s < {LOG_ENERGY_RANGE[0]}f ? {LOG_ENERGY_RANGE[0]}f : s;
                     s = s > {LOG_ENERGY_RANGE[1]}f ? {LOG_ENERGY_RANGE[1]}f : s;
                     c = c * metal::precise::exp(s);
@@ -181,10 +208,13 @@ _ACTIVE = f"""
             total += all_cost[i];
             held += kept_cost[i];
         }}
-        counts[0] = n;
-        counts[1] = union_size;
-        counts[2] = !fell_back && total > 0.0f ? int(held / total * {float(SHARE_UNIT)}f + 0.5f) : {SHARE_UNIT};
-        counts[3] = fell_back;
+        const int share = !fell_back && total > 0.0f ? int(held / total * {float(SHARE_UNIT)}f + 0.5f) : {SHARE_UNIT};
+        const bool counted = union_size > 0;
+        new_counters[0] = counters[0] + (counted ? 1 : 0);
+        new_counters[1] = counters[1] + (counted ? n : 0);
+        new_counters[2] = counters[2] + union_size;
+        new_counters[3] = counters[3] + (counted ? share : 0);
+        new_counters[4] = counters[4] + (counted && fell_back ? 1 : 0);
         fallback[0] = fell_back;
         first_active[0] = lowest_active;
     }}
@@ -268,19 +298,32 @@ _FILL = """
 """
 
 _ROUTED = ["ids", "weights", "rows"]
-_COUNTED = ["active", "in_union_out", "cost", "counts", "fallback", "first_active"]
+_COSTED = ["log_energy", "x", "bias", "limit", "tau", "counters"]
+_COUNTED = ["active", "in_union_out", "cost", "new_counters", "fallback", "first_active"]
 _FILLED = ["out_ids", "out_weights"]
+_FILL_ROWS = "    const int first_row = sg, row_step = SG;\n" + _FILL
 
 _select_kernel: Any = mx.fast.metal_kernel(
     name="base_select",
-    input_names=[*_ROUTED, "log_energy", "limit", "tau", "scores", "preference"],
+    input_names=[*_ROUTED, *_COSTED, "scores", "preference"],
     output_names=[*_COUNTED, *_FILLED],
-    source=_HEAD + _ACTIVE + "    const int first_row = sg, row_step = SG;\n" + _FILL,
+    source=_HEAD + _ACTIVE + _FILL_ROWS,
+)
+
+_select_and_list_kernel: Any = mx.fast.metal_kernel(
+    name="base_select_and_list",
+    input_names=[*_ROUTED, *_COSTED, "scores", "preference"],
+    output_names=[*_COUNTED, *_FILLED, *LIST_NAMES],
+    source=_HEAD
+    + _ACTIVE
+    + _FILL_ROWS
+    + "    threadgroup_barrier(mem_flags::mem_device);\n"
+    + list_source("out_ids", "out_weights"),
 )
 
 _active_kernel: Any = mx.fast.metal_kernel(
     name="base_active",
-    input_names=[*_ROUTED, "log_energy", "limit", "tau"],
+    input_names=[*_ROUTED, *_COSTED],
     output_names=_COUNTED,
     source=_HEAD + _ACTIVE,
 )
@@ -304,6 +347,13 @@ def _constant(value: float, dtype: mx.Dtype) -> mx.array:
 
 
 @lru_cache
+def _no_counts() -> mx.array:
+    counts = mx.zeros((5,), mx.int64)
+    mx.eval(counts)
+    return counts
+
+
+@lru_cache
 def _all_decode(T: int) -> mx.array:
     rows = mx.full((T,), DECODE, mx.int32)
     mx.eval(rows)
@@ -314,12 +364,13 @@ def select(
     scores: mx.array,
     ids: mx.array,
     weights: mx.array,
-    log_energy: mx.array | None,
+    log_energy: LogEnergy,
     limit: int | mx.array,
     *,
     tau: float | mx.array | None = None,
     preference: mx.array | None = None,
     rows: mx.array | None = None,
+    counters: mx.array | None = None,
     ranking: Ranking = "removal_cost",
     fill: Fill = "backfill",
     denominator: Denominator = "native",
@@ -330,14 +381,16 @@ def select(
         scores: float [T, E], positive router scores; E up to 512, T up to 256.
         ids: int [T, k], distinct in each row; k up to 16.
         weights: float [T, k].
-        log_energy: float [T, E], or [E] for all rows alike; ignored by `squared_weight`.
+        log_energy: as in `select_no_sync`; ignored by `squared_weight`.
         limit: most experts, an int or an int array [].
         tau: share of the cost to keep, in (0, 1], a float or a float array []; None for a plain limit.
         preference: float [T, E], -inf where a row may not go; `scores` when None.
         rows: int [T], 0 padding, 1 decode, 2 prefill; all decode when None.
+        counters: int64 [5] that the step is added to; zeros when None.
 
     Returns:
-        MlxSelection with its counts. None where the kernel has no answer: other rankings, more experts, rows or slots.
+        MlxSelection with its counters, up to LISTED_ROWS rows with row lists. None where the kernel has no answer:
+        other rankings, more experts, rows or slots.
 
     Raises:
         ValueError: an energy ranking without `log_energy`.
@@ -348,51 +401,75 @@ def select(
         return None
     if E > MAX_EXPERTS or K > MAX_SLOTS or not 1 <= T <= MAX_ROWS:
         return None
-    if ranking == "squared_weight":
-        log_energy, energy = _all_decode(1), 0  # never read
-    elif log_energy is None:
-        raise ValueError(f"ranking {ranking!r} needs log_energy, got None: pass the predictor's log-energies")
-    else:
-        energy = log_energy.ndim
+    energy, costed = _energy_inputs(ranking, log_energy)
     preference = scores if preference is None else preference
     rows = _all_decode(T) if rows is None else rows
     limit = limit.reshape(()) if isinstance(limit, mx.array) else _constant(limit, mx.int32)
     tau = tau.reshape(()) if isinstance(tau, mx.array) else _constant(0.0 if tau is None else tau, mx.float32)
+    costed += [limit, tau, _no_counts() if counters is None else counters]
 
     threads = 512 if E > 256 or T * K > 512 else 256
     shape = [("E", E), ("K", K)]
-    active = [*shape, ("TG", threads), ("PAIRS", 1024 if T * K <= 1024 else 4096), ("ENERGY", energy)]
-    refill = [*shape, ("W", weights.dtype), ("BACKFILL", fill == "backfill")]
-    refill += [("RENORMALISE", denominator == "renormalise")]
-    counted_shapes = [(E,), (E,), (E,), (4,), (1,), (1,)]
-    counted_types = [mx.bool_, mx.bool_, mx.float32, mx.int32, mx.bool_, mx.uint32]
+    active = [*shape, ("TG", threads), ("PAIRS", 1024 if T * K <= 1024 else 4096), *energy]
+    active.append(("NORMS", MAX_ROWS if T >= SPLIT_ROWS else SPLIT_ROWS))
+    refill = [("W", weights.dtype), ("BACKFILL", fill == "backfill"), ("RENORMALISE", denominator == "renormalise")]
+    counted_shapes = [(E,), (E,), (E,), (5,), (1,), (1,)]
+    counted_types = [mx.bool_, mx.bool_, mx.float32, mx.int64, mx.bool_, mx.uint32]
     filled_shapes, filled_types = [(T, K), (T, K)], [ids.dtype, weights.dtype]
     routed = [ids, weights, rows]
-    if T < SPLIT_ROWS:
+    one_group = {"grid": (threads, 1, 1), "threadgroup": (threads, 1, 1)}
+    lists = None
+    if T <= LISTED_ROWS:
+        outputs = _select_and_list_kernel(
+            inputs=[*routed, *costed, scores, preference],
+            template=[*active, *refill, ("LISTED", LISTED_ROWS * K)],
+            **one_group,
+            output_shapes=counted_shapes + filled_shapes + list_shapes(T, K, E),
+            output_dtypes=counted_types + filled_types + [mx.uint32] * len(LIST_NAMES),
+        )
+        outputs, lists = outputs[: -len(LIST_NAMES)], RowLists(*outputs[-len(LIST_NAMES) :])
+    elif T < SPLIT_ROWS:
         outputs = _select_kernel(
-            inputs=[*routed, log_energy, limit, tau, scores, preference],
-            template=active + refill[len(shape) :],
-            grid=(threads, 1, 1),
-            threadgroup=(threads, 1, 1),
+            inputs=[*routed, *costed, scores, preference],
+            template=active + refill,
+            **one_group,
             output_shapes=counted_shapes + filled_shapes,
             output_dtypes=counted_types + filled_types,
         )
     else:
         outputs = _active_kernel(
-            inputs=[*routed, log_energy, limit, tau],
+            inputs=[*routed, *costed],
             template=active,
-            grid=(threads, 1, 1),
-            threadgroup=(threads, 1, 1),
+            **one_group,
             output_shapes=counted_shapes,
             output_dtypes=counted_types,
         )
         outputs += _fill_kernel(
             inputs=[*routed, outputs[0], outputs[-1], scores, preference],
-            template=refill,
+            template=shape + refill,
             grid=(32 * T, 1, 1),
             threadgroup=(128, 1, 1),
             output_shapes=filled_shapes,
             output_dtypes=filled_types,
         )
-    in_active, in_union, cost, counts, fell_back, _, new_ids, new_weights = outputs
-    return MlxSelection(new_ids, new_weights, in_active, cost, in_union, fell_back.reshape(()), counts)
+    in_active, in_union, cost, counted, fell_back, _, new_ids, new_weights = outputs
+    return MlxSelection(
+        new_ids, new_weights, in_active, cost, in_union, fell_back.reshape(()), counters=counted, lists=lists
+    )
+
+
+def _energy_inputs(ranking: Ranking, log_energy: LogEnergy) -> tuple[list[tuple[str, int]], list[mx.array]]:
+    """Template constants, and the kernels' inputs log_energy, x and bias; what a kind does not read is a stand-in."""
+    kind, inputs = NO_ENERGY, [_all_decode(1)] * 3
+    d, row_length, first = 1, 0, 0
+    if ranking == "squared_weight":
+        pass
+    elif log_energy is None:
+        raise ValueError(f"ranking {ranking!r} needs log_energy, got None: pass the predictor's log-energies")
+    elif isinstance(log_energy, Predicted):
+        kind, d, first = ENERGY_PREDICTED, log_energy.x.shape[1], log_energy.first
+        row_length, inputs = log_energy.product.shape[1], [log_energy.product, log_energy.x, log_energy.bias]
+    else:
+        kind, inputs = log_energy.ndim, [log_energy, *inputs[1:]]
+        row_length = log_energy.shape[-1]
+    return [("ENERGY", kind), ("D", d), ("P", row_length), ("FIRST", first)], inputs

@@ -130,7 +130,7 @@ def test_the_process_of_its_own_gets_the_same_arguments(monkeypatch):
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     args = parser.parse_args(["--dry", "--batch", "4", "--json", "x y.json", "--device", "cuda"])
-    line = command_line(BENCH, args)
+    line = command_line(BENCH, argparse.Namespace(**vars(args), backend="torch"))
     assert line[1:4] == ["-m", "backends.cuda.command", BENCH]
     assert parser.parse_args(line[4:]) == args
     monkeypatch.setattr(bench, "INTERPRETED", False)
