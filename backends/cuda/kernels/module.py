@@ -106,7 +106,7 @@ class FrontRouter:
         weight: Any = router.weight
         # Families differ in the dtype of their combine weights; the router itself says which one is its own.
         with torch.no_grad():
-            self.weight_dtype = router(weight.new_zeros(1, layer.hidden_size))[1].dtype
+            self.weight_dtype = router.forward(weight.new_zeros(1, layer.hidden_size))[1].dtype
         device, dtype = layer.device, _input_dtype(layer)
         self.layer, self.rule = layer, router_rule(layer)
         rows = torch.tensor(predictor.weight, device=device).to(dtype)

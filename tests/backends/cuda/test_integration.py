@@ -387,6 +387,20 @@ def test_blocks_without_a_model():
         assert session.stats().steps == 2
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [(M, "off", "restricts other layers"), ("off", M, "restricts other layers"), (M, 17, r"outside 1\.\.16")],
+)
+def test_a_budget_that_cannot_follow_is_refused(first, second, message):
+    model = model_of()
+    with base_budget(model, predictor_of(), first) as session:
+        tokens = generate(model)
+        with pytest.raises(ValueError, match=message):
+            session.set_budget(second)
+        assert session.budget == Budget.parse(first)
+        assert torch.equal(generate(model), tokens)
+
+
 def test_given_rows_replace_the_model_s_own():
     model = model_of()
     with torch.no_grad(), base_budget(model, predictor_of(), M) as session, spy(model) as calls:
