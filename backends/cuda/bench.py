@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -28,7 +27,8 @@ from backends.cuda.families import FAMILIES, find_moe_layers, fingerprint
 from backends.cuda.integration import base_budget
 from backends.cuda.roof import bandwidth_probe, cached_seconds, seconds
 from backends.cuda.shapes import SHAPES, Shape
-from base_core import Budget, Card, LayerPredictor, Predictor
+from base_core import Budget, Predictor
+from base_core.predictor import random_predictor
 from base_core.report import format_table, report_row, write_report
 
 DESCRIPTION = (
@@ -147,21 +147,18 @@ class Limits:
         return "reading" if self.reading_ms > self.arithmetic_ms else "arithmetic"
 
 
-def random_predictor(model: Any, seed: int) -> Predictor:
-    """A predictor of the shape and fingerprint of a stack or model; its log-energies spread by about 1."""
+def predictor_for(model: Any, seed: int) -> Predictor:
+    """A random predictor for a stack or model."""
     layers = find_moe_layers(model)
-    E, k, d = layers[0].num_experts, layers[0].experts_per_token, layers[0].hidden_size
-    generator = np.random.default_rng(seed)
-    card = Card("random", model.config.model_type, tuple(layer.index for layer in layers), E, k, d, fingerprint(model))
-    fits = {
-        i: LayerPredictor(
-            generator.standard_normal((E, d), np.float32),
-            generator.standard_normal(E, np.float32),
-            np.ones(E, np.float32),
-        )
-        for i in card.layers
-    }
-    return Predictor(card, fits)
+    return random_predictor(
+        seed,
+        model_type=model.config.model_type,
+        layers=tuple(layer.index for layer in layers),
+        num_experts=layers[0].num_experts,
+        experts_per_token=layers[0].experts_per_token,
+        hidden_size=layers[0].hidden_size,
+        fingerprint=fingerprint(model),
+    )
 
 
 def rows_by_expert(model: nn.Module, step: Callable[[], object]) -> list[list[int]]:
@@ -445,7 +442,7 @@ def _run_on_cpu(args: argparse.Namespace) -> None:
     gigabytes = args.layers * shape.num_experts * shape.expert_bytes(dtype) / 1e9
     print(f"{shape.name}: {args.layers} layers, {gigabytes:.1f} GB of {args.dtype} experts on {device}; {batch} rows")
     stack = RoutedStack(shape, args.layers, dtype, device)
-    predictor = random_predictor(stack, args.seed)
+    predictor = predictor_for(stack, args.seed)
     batches = [torch.randn(batch, shape.hidden_size, dtype=dtype, device=device) for _ in range(INPUTS)]
     variants = [Variant("stock"), Variant("dense"), *(Variant("base", budget) for budget in budgets)]
 

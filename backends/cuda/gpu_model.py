@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, StaticCache
 
-from backends.cuda.bench import random_predictor, rows_by_expert
+from backends.cuda.bench import predictor_for, rows_by_expert
 from backends.cuda.experts import EXPERTS_IMPLEMENTATION, register_experts
 from backends.cuda.families import find_moe_layers
 from backends.cuda.graphs import REPLAYS, capture, microseconds
@@ -199,7 +199,7 @@ def bench_model(
     torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    predictor = random_predictor(model, seed)
+    predictor = predictor_for(model, seed)
     decoder = Decoder(model, batch, context)
     times = ModelTimes(config.num_hidden_layers)
     budgets = [budget for budget in budgets if budget < config.num_experts]

@@ -245,14 +245,14 @@ def test_a_decode_step_can_be_captured():
     """Nothing in it waits for the device, whatever the variant, and nothing new is allocated for its tokens."""
     from transformers import AutoModelForCausalLM
 
-    from backends.cuda.bench import random_predictor
+    from backends.cuda.bench import predictor_for
 
     model = AutoModelForCausalLM.from_config(model_config(dry=True), dtype=torch.float32).eval()
     decoder = Decoder(model, 4, 6)
     tokens = decoder.tokens
     with NoSync():
         decoder.step()
-    with base_budget(model, random_predictor(model, 0), 4) as session:
+    with base_budget(model, predictor_for(model, 0), 4) as session:
         decoder.step()
         session.set_budget(6)
         with NoSync():
