@@ -13,6 +13,7 @@ import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -28,7 +29,7 @@ VOCABULARY = [PAD, UNKNOWN, STOP, *CHARACTERS]
 IGNORED = -100
 ROPE_THETA = 10000.0
 
-COMMON = {
+COMMON: dict[str, Any] = {
     "vocab_size": len(VOCABULARY),
     "num_hidden_layers": 4,
     "max_position_embeddings": 4096,
@@ -38,7 +39,7 @@ COMMON = {
     "eos_token_id": VOCABULARY.index(STOP),
     "pad_token_id": VOCABULARY.index(PAD),
 }
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, dict[str, Any]] = {
     # Weights of the chosen experts add up to 1.
     "qwen3_moe": {
         "hidden_size": 192,
