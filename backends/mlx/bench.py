@@ -28,6 +28,7 @@ from backends.mlx.integration import Kernels, Policy, base_budget, weighted_expe
 from backends.mlx.random_model import SHAPES
 from backends.mlx.selection import MlxSelection, select_no_sync
 from base_core import Budget, Predictor, load_predictor
+from base_core.embedded import resolve_model
 from base_core.files import write_atomically
 from base_core.predictor import random_predictor
 from base_core.report import format_table, installed_versions, markdown_table, report_row, write_report
@@ -367,7 +368,8 @@ def run(args: argparse.Namespace) -> None:
         print(NO_METAL)
     shape = args.shape or (DEFAULT_SHAPE if metal else "tiny")
     if args.model:
-        model, name = load(args.model)[0], Path(args.model).name
+        source, args.predictor = resolve_model(args.model, args.predictor)
+        model, name = load(source)[0], Path(source).name
     else:
         print(f"making {args.layers} layers of {shape}, {args.bits} bits")
         model, name = SHAPES[shape].build(args.layers, args.bits), f"{shape}, {args.layers} layers, {args.bits} bits"
