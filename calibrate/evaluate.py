@@ -327,7 +327,7 @@ def _run_all(args: argparse.Namespace, cost: StepCost | None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     models = [_evaluate_embedded(name, args) for name in MODELS]
     seconds = time.perf_counter() - started
-    report.write(args.out, report.full_report(models, _command(args), seconds, cost))
+    report.write(args.out, report.full_report(models, _command(args), None if args.resume else seconds, cost))
     rows = [row for model in models for row in model.rows]
     write_report(args.json or args.out / "report.json", rows, _settings(args, seconds))
     for name in MODELS:
@@ -372,6 +372,8 @@ def _evaluate_embedded(name: str, args: argparse.Namespace) -> ModelRows:
         f"{len(subject.engine.layers)} MoE layers of {subject.num_experts} experts, {subject.k} a token, width "
         f"{subject.model.config.hidden_size}; {'normalised' if subject.normalises else 'raw'} routing weights."
     )
+    if not subject.normalises:
+        facts += " Rivals that renormalise share out the native total of each row, which here is below 1."
     return ModelRows(name, budgets, main_rows, one_task_rows, sweep_rows, facts)
 
 

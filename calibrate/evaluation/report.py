@@ -42,8 +42,9 @@ ON_AVERAGE = (
     "there are many, has an advantage here that no ranking makes up; the rounding down is BASE's loss too."
 )
 NO_TIME = (
-    "At equal time for a step: not computed. Give a file of `base-moe bench --json` with `--bench`; time is then "
-    "taken as a constant and a cost for each expert read."
+    "At equal time for a step: not computed. The policies run through the NumPy reference here, whose speed says "
+    "nothing. Give a file of `base-moe bench --json` with `--bench`; time is then taken as a constant and a cost for "
+    "each expert read."
 )
 
 
@@ -95,12 +96,16 @@ def grid_report(rows: Sequence[Row], command: str, cost: StepCost | None) -> lis
     return blocks
 
 
-def full_report(models: Sequence[ModelRows], command: str, seconds: float, cost: StepCost | None) -> list[Block]:
-    """The whole evaluation: a summary of all models, then each of them."""
+def full_report(models: Sequence[ModelRows], command: str, seconds: float | None, cost: StepCost | None) -> list[Block]:
+    """The whole evaluation: a summary of all models, then each of them.
+
+    Args:
+        seconds: that it took in one go, or None.
+    """
     prompts = models[0].main[0]["prompts"]
     blocks: list[Block] = [
         Heading(1, "Quality against cost: every policy on the embedded models"),
-        Text(f"Made by `{command}` in {seconds / 60:.0f} minutes. {_versions()}"),
+        Text(f"Made by `{command}`{'' if seconds is None else f' in {seconds / 60:.0f} minutes'}. {_versions()}"),
         Text(
             f"Every model answers {prompts} held-out prompts of eight tasks with exact answers, greedily, in "
             "float32. The models are small and trained for these tasks: what carries over is the order of the "

@@ -196,6 +196,16 @@ def test_a_lost_comparison_is_named(whole):
     assert all(line.split("|")[1].strip(" *") in text for line in lost)
 
 
+def test_a_pool_gives_the_same_rows(rivals):
+    what = ("qwen3_moe", command._embedded_prompts(16), 12, rivals)
+    wanted = [units.Unit(Variant("dense")), units.Unit(Variant("base", "6"))]
+    subject = command.open_embedded(*what)
+    with command._pool(2, command.open_embedded, *what) as pool:
+        apart = units.run_units(subject, wanted, pool=pool)
+    for here, there in zip(units.run_units(subject, wanted), apart, strict=True):
+        assert {**here, "seconds": 0} == {**there, "seconds": 0}
+
+
 def test_mlx_backend(tmp_path, capsys):
     pytest.importorskip("mlx.core")
     argv = ["eval", "--backend", "mlx", "--prompts", "16", "--policies", "base,top1_union", "--budgets", "6"]
