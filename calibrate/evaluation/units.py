@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -183,12 +186,22 @@ _own: list[tuple[Event, Subject]] = []
 def start_worker(stop: Event, make: Callable[..., Subject], *args: Any) -> None:
     """Begins a process of a pool: one thread, its own copy of the subject, which `make(*args)` gives, and no Ctrl-C.
 
+    It ends with the process that began it, however that one ends.
+
     Args:
         stop: once it is set, units that a pool has already handed out are not begun.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     _own[:] = [(stop, make(*args))]
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _work(unit: Unit) -> Row:
