@@ -101,6 +101,15 @@ def test_user_prompts_without_answers(tmp_path):
     assert rows[0]["tokens"] != rows[2]["tokens"] or rows[1]["kl"] != rows[3]["kl"], "seeds change the text"
 
 
+def test_weights_in_bfloat16(tmp_path):
+    out = tmp_path / "e.json"
+    argv = ["--policies", "base", "--budgets", "8,64", "--dtype", "bfloat16", "--json", str(out)]
+    assert main(["eval", "--prompts", "32", *argv]) == 0
+    rows = {row["label"]: row for row in json.loads(out.read_text())["rows"]}
+    assert rows["base @64"]["kl"] == 0 and rows["base @64"]["agreement"] == 1
+    assert rows["base @8"]["active_max"] <= 8 and rows["base @8"]["accuracy"] > 0.5
+
+
 def test_interrupted_grid_goes_on(tmp_path, monkeypatch, capsys):
     argv = ["eval", "--prompts", "16", "--policies", "base,weight_sum", "--budgets", "4,8", "--out", str(tmp_path)]
     real, calls = units.run_unit, []
