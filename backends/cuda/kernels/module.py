@@ -27,7 +27,7 @@ def on_kernel_device(tensor: Tensor) -> bool:
 
 def runs_on_kernels(module: Any, hidden: Tensor) -> bool:
     """Whether the experts kernels compute what this experts module of transformers does for hidden states [T, d]."""
-    if not module.has_gate or module.has_post_expert_norm or module._is_expert_parallel:
+    if not module.has_gate or getattr(module, "has_post_expert_norm", False) or module._is_expert_parallel:
         return False
     weight = module.gate_up_proj
     silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")

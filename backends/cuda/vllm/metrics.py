@@ -97,10 +97,12 @@ class Collector:
             counter = CounterMetricFamily(f"base_moe:{name}", text, labels=names)
             counter.add_metric(values, sums[key])
             yield counter
-        mean = GaugeMetricFamily("base_moe:mean_active_experts", "Mean experts read in one layer and step", labels=names)
+        mean = GaugeMetricFamily(
+            "base_moe:mean_active_experts", "Mean experts read in one layer and step", labels=names
+        )
         mean.add_metric(values, sums["active"] / sums["steps"] if sums["steps"] else 0.0)
         yield mean
-        most = GaugeMetricFamily("base_moe:max_active_experts", "Most experts read in one layer and step", labels=names)
+        most = GaugeMetricFamily("base_moe:max_active_experts", "Most experts of one layer and step", labels=names)
         most.add_metric(values, max(row[-1] for row in table))
         yield most
 

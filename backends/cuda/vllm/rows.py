@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from backends.cuda.selection import RowKinds
 from base_core.selection import DECODE, PADDING, PREFILL

@@ -196,9 +196,7 @@ class _BudgetOnWorker:
             publish(self.counters, config)
 
     @staticmethod
-    def _check(
-        config: Any, options: Options, predictor: Predictor, blocks: list[Block], device: torch.device
-    ) -> None:
+    def _check(config: Any, options: Options, predictor: Predictor, blocks: list[Block], device: torch.device) -> None:
         d, dtype = config.model_config.get_hidden_size(), config.model_config.dtype
         weights = {block.index: router_weight(block.gate, d, dtype, device) for block in blocks}
         E = len(weights[blocks[0].index])
@@ -240,6 +238,4 @@ class _BudgetOnWorker:
     def stats(self) -> dict[str, list[int]]:
         """What each layer counted so far, see `COUNTERS`; waits for the device. `LLM.collective_rpc("base_stats")`."""
         table = self.counters.tolist()
-        return {"layers": self.indices} | {
-            name: [row[column] for row in table] for column, name in enumerate(COUNTERS)
-        }
+        return {"layers": self.indices} | {name: [row[column] for row in table] for column, name in enumerate(COUNTERS)}
