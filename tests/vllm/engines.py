@@ -11,7 +11,7 @@ from base_core.embedded import predictor_path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-TIME_LIMIT = 400
+TIME_LIMIT = 600
 
 
 def engine_environment(folder: Path, **changes: str) -> dict[str, str]:

@@ -39,23 +39,32 @@ def folder_of(vllm_config: Any) -> Path:
     return Path(envs.VLLM_RPC_BASE_PATH) / f"base-moe-{vllm_config.instance_id}"
 
 
-def publish(counters: Tensor, vllm_config: Any) -> None:
-    """Starts the thread that writes `counters`, int64 [L, 5], for as long as the process runs."""
-    folder = folder_of(vllm_config)
-    threading.Thread(target=_write_changes, args=(counters, folder), name="base-moe-counters", daemon=True).start()
+def publish(counters: Tensor, serving: threading.Event, vllm_config: Any) -> None:
+    """Starts the thread that writes `counters`, int64 [L, 5], for as long as the process runs.
+
+    Args:
+        serving: set with the first step. Before it the engine may be capturing CUDA graphs, which no other thread may
+            disturb by looking at the device.
+    """
+    arguments = (counters, serving, folder_of(vllm_config))
+    threading.Thread(target=_write_changes, args=arguments, name="base-moe-counters", daemon=True).start()
 
 
-def _write_changes(counters: Tensor, folder: Path) -> None:
+def _write_changes(counters: Tensor, serving: threading.Event, folder: Path) -> None:
     written: list[list[int]] | None = None
+    table = [[0] * counters.shape[1]] * len(counters)
     pause = threading.Event()
-    # On a stream of its own, the copy neither waits for the model's work nor disturbs it.
-    stream = torch.cuda.Stream(counters.device) if counters.device.type == "cuda" else None
+    stream = None
     while True:
         pause.wait(INTERVAL)
         if not folder.is_dir():
             continue
-        with torch.cuda.stream(stream):
-            table = counters.tolist()
+        if serving.is_set():
+            if stream is None and counters.device.type == "cuda":
+                # On a stream of its own, the copy neither waits for the model's work nor disturbs it.
+                stream = torch.cuda.Stream(counters.device)
+            with torch.cuda.stream(stream):
+                table = counters.tolist()
         if table != written:
             try:
                 write_atomically(folder / "counters.json", json.dumps(table).encode())

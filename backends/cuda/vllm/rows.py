@@ -5,6 +5,7 @@ The tensors stay where they are, so that a captured CUDA graph or a compiled mod
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ class RowBuffer:
 
     Attributes:
         counted: bool [], the step has a decode row and no prefill row.
+        written: set by the first step.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -29,6 +31,7 @@ class RowBuffer:
             self._real = torch.ones(size, 1, dtype=torch.bool, device=device)
             self._mixed = torch.ones((), dtype=torch.bool, device=device)
             self.counted = torch.zeros((), dtype=torch.bool, device=device)
+        self.written = threading.Event()
 
     def write(self, kinds: NDArray[np.int8]) -> None:
         """Sets the rows of the coming step, [n]; all behind them are padding."""
@@ -42,6 +45,7 @@ class RowBuffer:
         torch.ne(column, PADDING, out=self._real)
         self._mixed.copy_((self._kinds == PREFILL).any())
         self.counted.copy_(~self._silent.all() & ~self._mixed)
+        self.written.set()
 
     def first(self, T: int) -> RowKinds:
         """The kinds of the step's first T rows; views, nothing is launched."""

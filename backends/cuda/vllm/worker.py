@@ -193,7 +193,7 @@ class _BudgetOnWorker:
                 per_rank,
                 options.predictor,
             )
-            publish(self.counters, config)
+            publish(self.counters, self.rows.written, config)
 
     @staticmethod
     def _check(config: Any, options: Options, predictor: Predictor, blocks: list[Block], device: torch.device) -> None:
