@@ -58,6 +58,9 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
+
+    def wait(self) -> None:
+        """Until it answers."""
         deadline = time.monotonic() + TIME_LIMIT
         while not self.is_up():
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-6000:]
@@ -94,9 +97,12 @@ class Server:
 @pytest.fixture(scope="module")
 def server(checkpoint, tmp_path_factory):
     running = Server(checkpoint, tmp_path_factory.mktemp("serve"))
-    yield running
-    if running.process.poll() is None:
-        running.stop()
+    try:
+        running.wait()
+        yield running
+    finally:
+        if running.process.poll() is None:
+            running.stop()
 
 
 @pytest.fixture(scope="module")

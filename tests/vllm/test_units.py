@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +14,7 @@ import pytest
 import torch
 
 from backends.cuda.vllm import TESTED_VERSIONS, options_of, register
-from backends.cuda.vllm.metrics import Collector
+from backends.cuda.vllm.metrics import FILE, FOLDER_VARIABLE, Collector, export, publish
 from backends.cuda.vllm.options import Options, check_engine
 from backends.cuda.vllm.router import COUNTERS, BudgetRouter, LayerBudget, rank_limits, wrap_factory
 from backends.cuda.vllm.rows import RowBuffer, kinds_in_v1, kinds_in_v2
@@ -259,11 +263,12 @@ def test_a_router_without_its_layer_changes_nothing():
 
 
 def test_collector_reads_the_workers_file(tmp_path):
-    collector = Collector(tmp_path, {"engine": "0"})
+    collector = Collector(tmp_path)
     assert list(collector.collect()) == []
-    (tmp_path / "counters.json").write_text(json.dumps([[2, 10, 20, 0, 6], [2, 12, 22, 1, 7]]))
-    values = {sample.name: sample.value for metric in collector.collect() for sample in metric.samples}
-    assert values == {
+    publish_to(tmp_path, torch.tensor([[2, 10, 20, 0, 6], [2, 12, 22, 1, 7]]))
+    samples = [sample for metric in collector.collect() for sample in metric.samples]
+    assert all(sample.labels == {"engine": "0"} for sample in samples)
+    assert {sample.name: sample.value for sample in samples} == {
         "base_moe:layer_steps_total": 4,
         "base_moe:active_experts_total": 22,
         "base_moe:union_experts_total": 42,
@@ -271,3 +276,28 @@ def test_collector_reads_the_workers_file(tmp_path):
         "base_moe:mean_active_experts": 5.5,
         "base_moe:max_active_experts": 7,
     }
+
+
+def publish_to(folder, counters):
+    """What a worker's thread does, until it has written the counters."""
+    serving = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER_VARIABLE, str(folder))
+        publish(counters, serving, {"engine": "0"})
+        wait_for(folder, [[0] * 5] * len(counters))  # before the first step the device is not asked
+        serving.set()
+        wait_for(folder, counters.tolist())
+
+
+def wait_for(folder, table):
+    deadline = time.monotonic() + 20
+    while not (folder / FILE).exists() or json.loads((folder / FILE).read_text())["counters"] != table:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_processes_that_vllm_made_do_not_export(monkeypatch):
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: "the server")
+    export()
+    assert FOLDER_VARIABLE not in os.environ

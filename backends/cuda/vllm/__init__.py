@@ -30,6 +30,10 @@ def register() -> None:
     if getattr(initialise, "_base_registered", False):
         return
 
+    from backends.cuda.vllm.metrics import export
+
+    export()
+
     @wraps(initialise)
     def initialise_with_base(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         initialise(self, vllm_config, *args, **kwargs)

@@ -1,19 +1,21 @@
 """The budget's counters in the engine's metrics endpoint.
 
-They live on the device of a worker, the endpoint in the API server's process. The server makes a folder named after the
-engine; a thread of the first worker writes the counters there as JSON, whole or not at all, whenever they changed.
-Without a server there is no folder and nothing is written.
+They live on the device of a worker, the endpoint in the main process. That one names a folder in the environment that
+its children inherit; a thread of the first worker writes the counters there as JSON, whole or not at all, whenever they
+changed. vLLM's own interface for such things, stat logger plugins, would not do: the mere presence of one overrules
+`--disable-log-stats` for every engine.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
+import multiprocessing
+import os
 import shutil
 import threading
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from prometheus_client import REGISTRY
@@ -21,12 +23,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from torch import Tensor
 from vllm import envs
 from vllm.logger import init_logger
-from vllm.v1.metrics.loggers import StatLoggerBase
 
-from backends.cuda.vllm import options_of
 from base_core.files import write_atomically
 
 logger = init_logger("vllm.base_moe")
+
+FOLDER_VARIABLE = "BASE_MOE_COUNTERS"
+"""Environment variable with the folder; beside vLLM's own sockets."""
+
+FILE = "counters.json"
 
 INTERVAL = 0.25
 """Seconds between two looks at the counters."""
@@ -34,31 +39,39 @@ INTERVAL = 0.25
 TOTALS = ("steps", "active", "union", "fallbacks")
 
 
-def folder_of(vllm_config: Any) -> Path:
-    """Where an engine's counters are written; beside vLLM's own sockets."""
-    return Path(envs.VLLM_RPC_BASE_PATH) / f"base-moe-{vllm_config.instance_id}"
+def export() -> None:
+    """Makes this process the one whose metrics hold the counters, unless vLLM made it. Writes nothing itself."""
+    if multiprocessing.parent_process() is not None:
+        return
+    folder = Path(envs.VLLM_RPC_BASE_PATH) / f"base-moe-{os.getpid()}-{os.urandom(4).hex()}"
+    os.environ[FOLDER_VARIABLE] = str(folder)
+    REGISTRY.register(Collector(folder))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
-def publish(counters: Tensor, serving: threading.Event, vllm_config: Any) -> None:
+def publish(counters: Tensor, serving: threading.Event, labels: dict[str, str]) -> None:
     """Starts the thread that writes `counters`, int64 [L, 5], for as long as the process runs.
 
     Args:
+        labels: of every metric, by name.
         serving: set with the first step. Before it the engine may be capturing CUDA graphs, which no other thread may
             disturb by looking at the device.
     """
-    arguments = (counters, serving, folder_of(vllm_config))
+    if FOLDER_VARIABLE not in os.environ:
+        logger.warning("BASE's counters are not in the metrics: this worker did not inherit %s", FOLDER_VARIABLE)
+        return
+    folder = Path(os.environ[FOLDER_VARIABLE])
+    folder.mkdir(mode=0o700, exist_ok=True)
+    arguments = (counters, serving, labels, folder / FILE)
     threading.Thread(target=_write_changes, args=arguments, name="base-moe-counters", daemon=True).start()
 
 
-def _write_changes(counters: Tensor, serving: threading.Event, folder: Path) -> None:
+def _write_changes(counters: Tensor, serving: threading.Event, labels: dict[str, str], file: Path) -> None:
     written: list[list[int]] | None = None
     table = [[0] * counters.shape[1]] * len(counters)
     pause = threading.Event()
     stream = None
     while True:
-        pause.wait(INTERVAL)
-        if not folder.is_dir():
-            continue
         if serving.is_set():
             if stream is None and counters.device.type == "cuda":
                 # On a stream of its own, the copy neither waits for the model's work nor disturbs it.
@@ -67,34 +80,31 @@ def _write_changes(counters: Tensor, serving: threading.Event, folder: Path) -> 
                 table = counters.tolist()
         if table != written:
             try:
-                write_atomically(folder / "counters.json", json.dumps(table).encode())
-            except OSError:  # the server is gone, and its folder with it
-                continue
+                write_atomically(file, json.dumps({"labels": labels, "counters": table}).encode())
+            except OSError:  # the main process is gone, and the folder with it
+                return
             written = table
+        pause.wait(INTERVAL)
 
 
 class Collector:
-    """What Prometheus asks; reads the file at each scrape.
+    """What Prometheus asks; reads the worker's file at each scrape. Without one there are no metrics."""
 
-    Args:
-        folder: of the engine.
-        labels: of every metric, by name.
-    """
-
-    def __init__(self, folder: Path, labels: dict[str, str]) -> None:
-        self._file, self._labels = folder / "counters.json", labels
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / FILE
 
     def describe(self) -> list[Metric]:
-        """Nothing: the metrics exist only once there is an engine."""
+        """Nothing: the metrics exist only once there is an engine with a budget."""
         return []
 
     def collect(self) -> Iterator[Metric]:
         """The totals over layers and decode steps, the mean, and the most experts of one layer and step."""
         try:
-            table = json.loads(self._file.read_text())
-        except FileNotFoundError:
+            document = json.loads(self._file.read_text())
+        except OSError:
             return
-        names, values = list(self._labels), list(self._labels.values())
+        table = document["counters"]
+        names, values = list(document["labels"]), list(document["labels"].values())
         sums = {name: sum(row[column] for row in table) for column, name in enumerate(TOTALS)}
         texts = {
             "steps": ("layer_steps", "MoE layers run in decode steps under an expert budget"),
@@ -114,31 +124,3 @@ class Collector:
         most = GaugeMetricFamily("base_moe:max_active_experts", "Most experts of one layer and step", labels=names)
         most.add_metric(values, max(row[-1] for row in table))
         yield most
-
-
-class CounterExport(StatLoggerBase):
-    """vLLM's stat logger interface, of which only the beginning is needed: it runs where the endpoint is."""
-
-    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-        if options_of(vllm_config) is None:
-            return
-        if vllm_config.parallel_config._api_process_count > 1:
-            logger.warning("BASE's counters are not in /metrics with several API servers; use collective_rpc")
-            return
-        folder = folder_of(vllm_config)
-        folder.mkdir(mode=0o700)
-        labels = {"model_name": vllm_config.model_config.served_model_name, "engine": str(engine_index)}
-        collector = Collector(folder, labels)
-        REGISTRY.register(collector)
-        weakref.finalize(self, _remove, collector, folder)
-
-    def record(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: scrapes read the worker's file."""
-
-    def log_engine_initialized(self) -> None:
-        """Nothing to do: the worker has logged."""
-
-
-def _remove(collector: Collector, folder: Path) -> None:
-    REGISTRY.unregister(collector)
-    shutil.rmtree(folder, ignore_errors=True)

@@ -193,7 +193,9 @@ class _BudgetOnWorker:
                 per_rank,
                 options.predictor,
             )
-            publish(self.counters, self.rows.written, config)
+            served = config.model_config.served_model_name
+            name = served if isinstance(served, str) else (served or [config.model_config.model])[0]
+            publish(self.counters, self.rows.written, {"model_name": name, "engine": "0"})
 
     @staticmethod
     def _check(config: Any, options: Options, predictor: Predictor, blocks: list[Block], device: torch.device) -> None:
