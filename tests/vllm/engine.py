@@ -13,9 +13,9 @@ def main() -> None:
 
     specification = json.loads(Path(sys.argv[1]).read_text())
     base, watched = specification.get("base"), specification.get("watch")
+    defaults = {"dtype": "float32", "max_num_seqs": 16, "max_model_len": 64, "seed": 0, "disable_log_stats": True}
     llm = LLM(
-        **{"dtype": "float32", "max_num_seqs": 16, "max_model_len": 64, "seed": 0, "disable_log_stats": True},
-        **specification["engine"],
+        **{**defaults, **specification["engine"]},
         additional_config={} if base is None else {"base": base},
         worker_extension_cls="watch.Watch" if watched else "",
     )
