@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from backends.cuda import base_budget
+from backends.cuda.vllm.worker import find_blocks
 from base_core import Predictor, load_predictor, save_predictor
 from base_core.embedded import predictor_path
 from tests.backends.cuda.tiny import make_model, make_predictor
@@ -79,22 +80,24 @@ def test_verification_rows_decode_when_asked(run_engine, checkpoint, groups):
     assert max(len(record["emitted"]) for record in steps) == BUDGET
 
 
-def refused(run_engine, model, entry) -> str:
-    return run_engine(model, [], base=entry, expect_failure=True).log
-
-
 def test_a_predictor_of_another_model_stops_the_engine(run_engine, checkpoint, tmp_path):
     own = load_predictor(predictor_path())
     sketches = {layer: tuple(-value for value in sketch) for layer, sketch in own.card.fingerprint.items()}
     foreign = tmp_path / "foreign.safetensors"
     save_predictor(foreign, replace(own, card=replace(own.card, fingerprint=sketches)))
-    log = refused(run_engine, checkpoint, base(BUDGET, predictor=str(foreign)))
+    entry = base(BUDGET, predictor=str(foreign))
+    log = run_engine(checkpoint, [], base=entry, expect_failure=True).log
     assert "predictor fingerprint differs from the model's routers" in log and "BASE active" not in log
 
 
 def test_a_model_without_experts_stops_the_engine(run_engine, tmp_path):
-    shape = {"vocab_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "mlp_only_layers": [0, 1]}
-    config = AutoConfig.for_model("qwen3_moe", **shape, **SHAPE)
+    config = AutoConfig.for_model("qwen3", vocab_size=64, intermediate_size=32, num_hidden_layers=2, **SHAPE)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    log = run_engine(tmp_path, [], base=base(BUDGET), engine={"skip_tokenizer_init": True}, expect_failure=True).log
-    assert "has no mixture of experts" in log
+    entry, engine = base(BUDGET), {"skip_tokenizer_init": True}
+    log = run_engine(tmp_path, [], base=entry, engine=engine, expect_failure=True).log
+    assert "BASE cannot run in this engine: model type 'qwen3' is not supported" in log
+
+
+def test_a_loaded_model_without_experts_is_refused():
+    with pytest.raises(ValueError, match="cannot run on Linear: it has no mixture of experts"):
+        find_blocks(torch.nn.Linear(2, 2))
