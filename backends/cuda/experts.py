@@ -135,6 +135,6 @@ def _experts_on_cpu(self, hidden_states: Tensor, ids: Tensor, weights: Tensor) -
     inner = project(hidden_states, up, groups, up_bias)  # [T * k, 2I]
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)  # [T * k, I]
     y = project(inner, self.down_proj, groups._replace(rows=groups.slots), down_bias)  # [T * k, d]
-    if self.has_post_expert_norm:
+    if getattr(self, "has_post_expert_norm", False):  # transformers 5.19 does not know it yet
         y = self.post_expert_norm(y)
     return (y.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)

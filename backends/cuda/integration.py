@@ -20,7 +20,13 @@ from backends.cuda.experts import (
     triton_runs_on,
 )
 from backends.cuda.families import MoELayer, correction_bias, find_moe_layers, router_rule, routing_terms
-from backends.cuda.selection import RowKinds, native_union, removal_cost_no_sync, select_no_sync
+from backends.cuda.selection import (
+    RowKinds,
+    native_union,
+    predicted_log_energy,
+    removal_cost_no_sync,
+    select_no_sync,
+)
 from base_core import Budget, LayerPredictor, Predictor
 from base_core.fingerprint import FINGERPRINT_TOLERANCE
 from base_core.selection import DECODE, PADDING, PREFILL, Denominator, Fill, Ranking
@@ -376,7 +382,6 @@ class _RouterHook:
                 self.front = FrontRouter(layer, predictor, budget)
         if self.limit is not None and predictor is not None:
             if self.policy.ranking == "removal_cost":
-                # Transposed: on a CPU a product with [d, E] runs at twice the speed of one with [E, d].
                 self.weight = torch.tensor(predictor.weight.T.copy(), device=layer.device)
                 self.offset = torch.tensor(predictor.bias, device=layer.device)
                 keep_address(self.weight, self.offset)
@@ -454,9 +459,7 @@ class _RouterHook:
 
     def _log_energy(self, z: Tensor, ids: Tensor, true: Tensor | None, shape: torch.Size) -> Tensor | None:
         if self.policy.ranking == "removal_cost":
-            z = z.float()
-            norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-            return torch.addcdiv(self.offset, z @ self.weight, norm)
+            return predicted_log_energy(z, self.weight, self.offset)
         if self.policy.ranking == "static_energy":
             return self.static
         if self.policy.ranking == "oracle":

@@ -66,6 +66,19 @@ def native_union(ids: Tensor, real: Tensor, E: int) -> Tensor:
     return table.scatter_(1, ids, real.expand_as(ids)).any(0)
 
 
+def predicted_log_energy(z: Tensor, weight: Tensor, offset: Tensor) -> Tensor:
+    """The predictor's log-energies, float32 [T, E], as `LayerPredictor.log_energy` has them.
+
+    Args:
+        z: float [T, d], router inputs.
+        weight: float32 [d, E]. Transposed: on a CPU a product with [d, E] runs at twice the speed of one with [E, d].
+        offset: float32 [E].
+    """
+    z = z.float()
+    norm = torch.linalg.vector_norm(z, dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    return torch.addcdiv(offset, z @ weight, norm)
+
+
 def removal_cost_no_sync(ids: Tensor, weights: Tensor, log_energy: Tensor | None, silent: Tensor, E: int) -> Tensor:
     """D_e as `base_core.removal_cost` has it, float32 [E].
 

@@ -26,7 +26,7 @@ def runs_on_kernels(module: Any, hidden: Tensor) -> bool:
 
     The device is the caller's to check, see `triton_runs_on`.
     """
-    if not module.has_gate or module.has_post_expert_norm or module._is_expert_parallel:
+    if not module.has_gate or getattr(module, "has_post_expert_norm", False) or module._is_expert_parallel:
         return False
     weight = module.gate_up_proj
     silu = type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
