@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from transformers import AutoConfig, AutoTokenizer
 
 from base_core import save_predictor
-from base_core.embedded import model_path
+from base_core.embedded import PREFIX, resolve_model
 from base_core.rivals import DEFAULT_RIVAL_TOKENS, save_rivals
 from calibrate.inspect import describe
 from calibrate.passes import (
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> None:
         _check_file("--rivals", args.rivals)
     partial = None if args.out is None else _check_out(args.out, args.resume)
     files = describe_source(args.data)
-    reference = str(args.model or model_path())
+    reference = resolve_model(args.model)[0]
     config = _load_config(reference, args.revision)
     checkpoint = _backend(args.backend)(reference, args.revision, config, dtype=args.model_dtype, device=args.device)
     tokenizer = _load_tokenizer(reference, args.revision)
@@ -245,8 +245,8 @@ def _row_length(asked: int | None, config: Any) -> int:
 
 def _model_id(model: str | None) -> str:
     """Name for the card: a hub id as it is, of a folder its last part."""
-    if model is None:
-        return f"embedded/{model_path().name}"
+    if model is None or model.startswith(PREFIX):
+        return PREFIX + Path(resolve_model(model)[0]).name
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 

@@ -15,7 +15,7 @@ from backends.cuda import base_budget
 from backends.cuda.generate import load
 from backends.cuda.integration import Stats
 from base_core import Budget, load_predictor
-from base_core.embedded import model_path, predictor_path
+from base_core.embedded import MODELS, PREFIX, model_path, predictor_path
 from base_core.embedded.tasks import Example, evaluation_examples
 from base_core.policies import RANKINGS
 from base_core.report import format_table, report_row, wilson_interval, write_report
@@ -23,7 +23,6 @@ from base_core.report import format_table, report_row, wilson_interval, write_re
 DEFAULT_PROMPTS = 960
 DEFAULT_BATCH = 16
 DEFAULT_BUDGETS = "4,6,8,12"
-MODEL = "embedded/qwen3_moe"
 UNION_BATCHES = (1, 4, 16, 64)
 UNION_PROMPTS = 64
 TIMED_BATCHES = 2
@@ -42,13 +41,14 @@ class Run:
 
 
 class Answerer:
-    """The embedded model with its predictor; answers prompts in left-padded batches, greedily."""
+    """An embedded model with its predictor; answers prompts in left-padded batches, greedily."""
 
-    def __init__(self) -> None:
-        self.model, self.tokenizer = load(model_path(), "float32")
-        self.predictor = load_predictor(predictor_path())
-        self.experts = self.model.config.num_experts
-        self.k = self.model.config.num_experts_per_tok
+    def __init__(self, name: str = MODELS[0]) -> None:
+        self.name = name
+        self.model, self.tokenizer = load(model_path(name), "float32")
+        self.predictor = load_predictor(predictor_path(name))
+        self.experts = self.predictor.card.num_experts
+        self.k = self.predictor.card.experts_per_token
 
     def batch(self, prompts: Sequence[str]) -> list[str]:
         inputs = self.tokenizer(list(prompts), return_tensors="pt", padding=True)
@@ -104,14 +104,16 @@ def count_right(run: Run, examples: Sequence[Example]) -> int:
     return sum(answer == example.answer for answer, example in zip(run.answers, examples, strict=True))
 
 
-def to_row(run: Run, examples: Sequence[Example], batch: int, speed: tuple[float, float], dense_speed: float) -> dict:
+def to_row(
+    model: str, run: Run, examples: Sequence[Example], batch: int, speed: tuple[float, float], dense_speed: float
+) -> dict:
     right = count_right(run, examples)
     low, high = wilson_interval(right, len(examples))
     by_task: dict[str, list[bool]] = {}
     for answer, example in zip(run.answers, examples, strict=True):
         by_task.setdefault(example.task, []).append(answer == example.answer)
     return report_row(
-        model=MODEL,
+        model=model,
         policy=run.policy,
         budget=str(run.budget),
         batch=batch,
@@ -185,7 +187,7 @@ def plot_rows(rows: Sequence[dict], path: Path) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.prompts < 1 or args.batch < 1:
         raise ValueError(f"--prompts {args.prompts} and --batch {args.batch} must be at least 1")
-    answerer = Answerer()
+    answerer = Answerer(args.model)
     budgets = parse_budgets(args.budgets, answerer.experts)
     examples = evaluation_examples(args.prompts)
     prompts = [example.prompt for example in examples]
@@ -205,7 +207,10 @@ def run(args: argparse.Namespace) -> None:
             progress.set_postfix_str(f"{policy} {budget}")
             runs.append(answerer.run(policy, budget, prompts, args.batch, progress))
     speeds = answerer.tokens_per_s(runs, prompts[: TIMED_BATCHES * args.batch], args.batch)
-    rows = [to_row(r, examples, args.batch, speed, speeds[0][0]) for r, speed in zip(runs, speeds, strict=True)]
+    rows = [
+        to_row(PREFIX + answerer.name, r, examples, args.batch, speed, speeds[0][0])
+        for r, speed in zip(runs, speeds, strict=True)
+    ]
 
     print()
     print_rows(rows)
@@ -228,6 +233,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=MODELS, default=MODELS[0], help="embedded model (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=DEFAULT_PROMPTS, help="held-out prompts, eight tasks in turn")
     parser.add_argument("--batch", type=int, default=DEFAULT_BATCH, help="requests decoded together")
     parser.add_argument("--budgets", default=DEFAULT_BUDGETS, help="comma-separated numbers or percentages of experts")

@@ -13,7 +13,7 @@ from typing import Any
 
 from base_core import Budget
 from base_core.artifact import FILE_NAME
-from base_core.embedded import model_path, predictor_path
+from base_core.embedded import resolve_model
 from base_core.report import write_report
 
 DEFAULT_BATCH = 16
@@ -51,10 +51,10 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--json {args.json!r}: its folder does not exist")
     budget = Budget.parse(args.budget)
     prompts = read_prompts(args.prompts)
-    model = args.model or model_path()
+    model, predictor = resolve_model(args.model, args.predictor)
     generated = _generator(args.backend)(
         model,
-        _find_predictor(args, budget),
+        _find_predictor(model, predictor, budget),
         budget,
         prompts,
         batch=args.batch,
@@ -121,18 +121,14 @@ def _prompt_of(line: str, where: str) -> str:
     return prompt
 
 
-def _find_predictor(args: argparse.Namespace, budget: Budget) -> str | Path | None:
-    if args.predictor is not None:
-        return args.predictor
-    if budget.is_off:
-        return None
-    if args.model is None:
-        return predictor_path()
-    beside = Path(args.model) / FILE_NAME
+def _find_predictor(model: str, predictor: str | None, budget: Budget) -> str | Path | None:
+    if predictor is not None or budget.is_off:
+        return predictor
+    beside = Path(model) / FILE_NAME
     if not beside.is_file():
         raise ValueError(
-            f"--budget {args.budget} needs a predictor for {args.model!r}: calibrate one (base-moe calibrate) and "
-            f"pass it with --predictor"
+            f"--budget {budget} needs a predictor for {model!r}: calibrate one (base-moe calibrate) and pass it with "
+            f"--predictor"
         )
     return beside
 

@@ -1,6 +1,6 @@
-"""Trains the embedded model: a small Qwen3-style mixture of experts on the eight tasks of `base_core.embedded.tasks`.
+"""Trains an embedded model, a small mixture of experts of a published kind, on the tasks of `base_core.embedded.tasks`.
 
-    python -m calibrate.train_embedded --out base_core/embedded/qwen3_moe
+    python -m calibrate.train_embedded --architecture qwen3_moe --out base_core/embedded/qwen3_moe
 
 Answers only carry loss; whole examples are packed into rows and see nothing of their neighbours.
 """
@@ -8,22 +8,89 @@ Answers only carry loss; whole examples are packed into rows and see nothing of 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.integrations.moe import ExpertsInterface
 
+from backends.cuda.families import find_moe_layers
 from base_core.embedded import tasks
 
 CHARACTERS = [chr(c) for c in range(32, 127)]
 PAD, UNKNOWN, STOP = "<pad>", "<unk>", tasks.STOP
 VOCABULARY = [PAD, UNKNOWN, STOP, *CHARACTERS]
 IGNORED = -100
+ROPE_THETA = 10000.0
+
+COMMON: dict[str, Any] = {
+    "vocab_size": len(VOCABULARY),
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 4096,
+    "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA},
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": VOCABULARY.index(STOP),
+    "pad_token_id": VOCABULARY.index(PAD),
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    # Weights of the chosen experts add up to 1.
+    "qwen3_moe": {
+        "hidden_size": 192,
+        "intermediate_size": 384,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    # Raw softmax weights, one shared expert behind a gate.
+    "qwen2_moe": {
+        "hidden_size": 160,
+        "intermediate_size": 320,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 160,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    # Scaled raw weights, two shared experts, latent attention, a dense first layer.
+    "deepseek_v2": {
+        "hidden_size": 160,
+        "intermediate_size": 320,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+        "q_lora_rank": None,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 32,
+        "v_head_dim": 32,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 40,
+        "first_k_dense_replace": 1,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 2.5,
+    },
+}
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -36,28 +103,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_config(hidden: int, experts: int, expert_width: int) -> Qwen3MoeConfig:
-    return Qwen3MoeConfig(
-        vocab_size=len(VOCABULARY),
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=experts,
-        num_experts_per_tok=8,
-        moe_intermediate_size=expert_width,
-        norm_topk_prob=True,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        max_position_embeddings=4096,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=VOCABULARY.index(STOP),
-        pad_token_id=VOCABULARY.index(PAD),
-    )
+def build_model(architecture: str) -> PreTrainedModel:
+    """A model of `ARCHITECTURES`, its weights random."""
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **COMMON, **ARCHITECTURES[architecture]))
 
 
 def sorted_experts(module, hidden, top_k_index, top_k_weights):
@@ -139,28 +187,27 @@ def exact_match(model, n: int) -> dict[str, float]:
     return {task: right[task] / total[task] for task in tasks.TASKS}
 
 
-def save_checkpoint(model, out: Path) -> None:
+def save_checkpoint(model: PreTrainedModel, out: Path) -> None:
     """bf16 weights, and a config that transformers and mlx-lm both read (each wants its own spelling)."""
-    import copy
-
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(out)
     path = out / "config.json"
     config = json.loads(path.read_text())
-    config["num_experts"] = model.config.num_experts
-    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    config["rope_theta"] = ROPE_THETA
+    if model.config.model_type == "qwen3_moe":
+        config["num_experts"] = model.config.num_experts
+    if model.config.model_type == "deepseek_v2":
+        config["rope_scaling"] = {"type": "default", "factor": 1.0, "mscale_all_dim": 0}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     build_tokenizer().save_pretrained(out)
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default="qwen3_moe")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--steps", type=int, default=2800)
     parser.add_argument("--rows", type=int, default=48, help="packed rows a step")
     parser.add_argument("--length", type=int, default=84, help="tokens a row")
-    parser.add_argument("--hidden", type=int, default=192)
-    parser.add_argument("--experts", type=int, default=64)
-    parser.add_argument("--expert-width", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--balance", type=float, default=0.01, help="weight of the load-balancing loss")
     parser.add_argument("--seed", type=int, default=0, help="from the training seeds (0..999999)")
@@ -171,7 +218,7 @@ def main(argv: list[str] | None = None) -> None:
     args = setup_arg_parser().parse_args(argv)
     torch.manual_seed(args.seed)
     ExpertsInterface.register("sorted_training", sorted_experts)
-    model = Qwen3MoeForCausalLM(build_config(args.hidden, args.experts, args.expert_width))
+    model = build_model(args.architecture)
     model.set_experts_implementation("sorted_training")
     k = model.config.num_experts_per_tok
     decay = [p for p in model.parameters() if p.dim() > 1]
@@ -191,8 +238,8 @@ def main(argv: list[str] | None = None) -> None:
         ),
     )
     logits_seen: list[torch.Tensor] = []
-    for layer in model.model.layers:
-        layer.mlp.gate.register_forward_hook(lambda _module, _inputs, output: logits_seen.append(output[0]))
+    for layer in find_moe_layers(model):
+        layer.router.register_forward_hook(lambda _module, _inputs, output: logits_seen.append(output[0]))
     packer = Packer(args.seed, args.rows, args.length)
     started = time.perf_counter()
     for step in range(args.steps):

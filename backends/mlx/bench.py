@@ -28,6 +28,7 @@ from backends.mlx.integration import Kernels, Policy, base_budget, weighted_expe
 from backends.mlx.random_model import SHAPES
 from backends.mlx.selection import MlxSelection, select_no_sync
 from base_core import Budget, Predictor, load_predictor
+from base_core.embedded import resolve_model
 from base_core.files import write_atomically
 from base_core.predictor import random_predictor
 from base_core.report import format_table, installed_versions, markdown_table, report_row, write_report
@@ -47,6 +48,13 @@ NO_METAL = (
 )
 
 WAYS: dict[Kernels, str] = {"auto": "base, kernels", "always": "base, kernels", "off": "base, operations"}
+
+TABLES = {
+    "steps": "Decode steps",
+    "parts": "One layer's parts",
+    "gathers": "Stock gathered product by distinct experts",
+    "graphs": "Graph nodes and launches of one MoE layer",
+}
 
 Run = Callable[[], Any]
 
@@ -332,6 +340,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bits", type=int, choices=(4, 8, 16), default=4, help="of random weights (%(default)s)")
     parser.add_argument("--batches", default=DEFAULT_BATCHES, help="sequences decoded together (%(default)s)")
     parser.add_argument("--budgets", help=f"comma-separated, as 10,16,12.5%% ({DEFAULT_BUDGETS})")
+    parser.add_argument("--tables", default=",".join(TABLES), help="what to measure (%(default)s)")
     parser.add_argument("--repetitions", type=int, default=DEFAULT_REPETITIONS, help="samples of each (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write rows, settings and versions")
     parser.add_argument("--markdown", metavar="FILE", help="write the tables")
@@ -351,12 +360,16 @@ def run(args: argparse.Namespace) -> None:
         path = getattr(args, name)
         if path and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"--{name} {path!r}: its folder does not exist")
+    wanted = [name.strip() for name in args.tables.split(",")]
+    if not set(wanted) <= set(TABLES):
+        raise ValueError(f"--tables {args.tables!r}: choose from {','.join(TABLES)}")
     metal = mx.metal.is_available()
     if not metal:
         print(NO_METAL)
     shape = args.shape or (DEFAULT_SHAPE if metal else "tiny")
     if args.model:
-        model, name = load(args.model)[0], Path(args.model).name
+        source, args.predictor = resolve_model(args.model, args.predictor)
+        model, name = load(source)[0], Path(source).name
     else:
         print(f"making {args.layers} layers of {shape}, {args.bits} bits")
         model, name = SHAPES[shape].build(args.layers, args.bits), f"{shape}, {args.layers} layers, {args.bits} bits"
@@ -368,12 +381,13 @@ def run(args: argparse.Namespace) -> None:
     device = mx.device_info().get("device_name", "unknown device")
     print(f"{name} on {device}; an elementwise copy moves {bench.bytes_per_s / 1e9:.1f} GB/s")
     several = [batch for batch in batches if batch > 1] or batches
-    work: dict[str, list[Run]] = {
-        "Decode steps": [partial(bench.decode, batch, budgets) for batch in batches],
-        "One layer's parts": [partial(bench.parts, batch, budgets) for batch in batches],
-        "Stock gathered product by distinct experts": [partial(bench.gathers, batch) for batch in several],
-        "Graph nodes and launches of one MoE layer": [partial(bench.graphs, batch, budgets[0]) for batch in several],
+    makers: dict[str, list[Run]] = {
+        "steps": [partial(bench.decode, batch, budgets) for batch in batches],
+        "parts": [partial(bench.parts, batch, budgets) for batch in batches],
+        "gathers": [partial(bench.gathers, batch) for batch in several],
+        "graphs": [partial(bench.graphs, batch, budgets[0]) for batch in several],
     }
+    work = {TABLES[name]: makers[name] for name in wanted}
     tables: dict[str, list[dict[str, Any]]] = {}
     with tqdm(total=sum(map(len, work.values())), unit="table", leave=False) as progress:
         for title, parts in work.items():

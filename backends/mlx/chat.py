@@ -21,7 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from backends.mlx.generate import load, stream_generate
 from backends.mlx.integration import Policy, Session, base_budget
 from base_core.artifact import load_predictor
-from base_core.embedded import model_path, predictor_path
+from base_core.embedded import resolve_model
 
 DEFAULT_BUDGET = "off"
 DEFAULT_NUM_DRAFT_TOKENS = 3
@@ -248,8 +248,7 @@ class Speed:
 
 def run(args: argparse.Namespace) -> None:
     """Chats until q, the end of input or Ctrl-C at the prompt; Ctrl-C during an answer stops the answer."""
-    if args.model is None:
-        args.model, args.predictor = model_path(), args.predictor or predictor_path()
+    args.model, args.predictor = resolve_model(args.model, args.predictor)
     if args.num_draft_tokens < 1:
         raise ValueError(
             f"--num-draft-tokens {args.num_draft_tokens} is below 1: leave --draft-model out to chat without"

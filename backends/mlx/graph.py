@@ -21,7 +21,7 @@ VIEWS = frozenset(
 
 
 def graph_nodes(function: Callable[..., Any], *inputs: mx.array) -> Counter[str]:
-    """How often each primitive occurs in the graph of `function(*inputs)`.
+    """How often each primitive occurs in the graph of `function(*inputs)`, what MLX compiles into one counted in parts.
 
     Args:
         function: of arrays, returns an array or a list of them; it is traced, so it must not read values.

@@ -24,7 +24,7 @@ from backends.mlx.generate import BudgetedBatchGenerator, fit_to_device, stream_
 from backends.mlx.integration import Policy, Session, apply, cache_key
 from base_core.artifact import load_predictor
 from base_core.budget import Budget, BudgetError
-from base_core.embedded import model_path, predictor_path
+from base_core.embedded import resolve_model
 
 DEFAULT_BUDGET = "off"
 DESCRIPTION = "OpenAI-compatible server for a mixture-of-experts model under an expert budget (mlx_lm.server's flags)."
@@ -257,9 +257,7 @@ class PromptCache(LRUPromptCache):
 
 def run(args: argparse.Namespace) -> None:
     """Serves until interrupted. The default model is loaded first: a foreign predictor never starts a server."""
-    if args.model is None:
-        args.model = str(model_path())
-        args.predictor = args.predictor or str(predictor_path())
+    args.model, args.predictor = resolve_model(args.model, args.predictor)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s - %(levelname)s - %(message)s")
     maybe_set_recommended_wired_limit()
     provider = BudgetedModelProvider(args)

@@ -120,13 +120,26 @@ def embedded_predictor(tmp_path_factory):
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_batches_equal_pytorch(budget, embedded_predictor):
     """Batches that shrink as rows end: the same tokens, and the same experts read and chosen."""
+    from base_core.embedded import model_path
+
+    assert_batches_equal(model_path(), embedded_predictor, budget)
+
+
+@pytest.mark.parametrize("budget", ("off", "60", "12", "6", "2", "energy:0.9"))
+@pytest.mark.parametrize("name", ("qwen2_moe", "deepseek_v2"))
+def test_batches_of_other_architectures_equal_pytorch(name, budget):
+    from base_core.embedded import model_path, predictor_path
+
+    assert_batches_equal(model_path(name), predictor_path(name), budget)
+
+
+def assert_batches_equal(model, predictor, budget):
     from backends.cuda.generate import generate_texts as torch_texts
     from backends.mlx.generate import generate_texts as mlx_texts
-    from base_core.embedded import model_path
     from base_core.embedded.tasks import evaluation_examples
 
     prompts = [example.prompt for example in evaluation_examples(16)]
-    arguments = (model_path(), embedded_predictor, budget, prompts)
+    arguments = (model, predictor, budget, prompts)
     ours, theirs = (f(*arguments, batch=8, max_tokens=12, dtype="float32") for f in (mlx_texts, torch_texts))
     assert ours.texts == theirs.texts
     assert ours.token_counts == theirs.token_counts

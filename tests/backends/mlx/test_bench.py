@@ -71,6 +71,7 @@ def test_a_model_of_ones_own(tmp_path):
         (["--budgets", "off"], "--budgets 'off'"),
         (["--budgets", "33"], "1..32"),
         (["--layers", "0"], "--layers 0"),
+        (["--tables", "steps,speed"], "steps,parts,gathers,graphs"),
         (["--json", "/nowhere/at/all.json"], "folder does not exist"),
         (["--predictor", "/nowhere.safetensors"], "/nowhere.safetensors"),
     ],

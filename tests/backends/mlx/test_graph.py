@@ -33,4 +33,5 @@ def test_no_more_launches_than_stock(name, rows, quantisation, build):
     model, predictor = build(name, quantisation)
     layer = find_moe_layers(model)[-1]
     x = mx.random.normal((rows, 1, 64))
-    assert launches(model, layer, x, predictor) <= count_launches(graph_nodes(layer.block, x))
+    compiled = 2  # mlx-lm's SwiGLU is three nodes here and one launch
+    assert launches(model, layer, x, predictor) <= count_launches(graph_nodes(layer.block, x)) - compiled

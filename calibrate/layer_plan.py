@@ -1,0 +1,167 @@
+"""`base-moe plan`: shares experts out over the layers so that the predicted damage in all is least.
+
+The damage that a budget of M does to a layer is the share of the step's removal cost that its M best experts do not hold,
+averaged over the decode steps of a dense run. It falls ever more slowly as M grows, since experts come in the order of
+their cost. Giving the next expert to the layer that it helps most is therefore the best allocation of any total.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from base_core import Budget, Predictor, save_plan
+from base_core.embedded import resolve_model
+from base_core.embedded.tasks import examples
+from base_core.policies import Step, run_policy
+from base_core.report import format_table
+from base_core.selection import DECODE, Selection, removal_cost
+from calibrate.evaluation.engine import Engine
+from calibrate.evaluation.prompt_file import Prompt, read_prompts
+from calibrate.evaluation.subject import MIXED, Subject
+
+DEFAULT_PROMPTS = 512
+DEFAULT_BATCH = 16
+DEFAULT_MAX_TOKENS = 12
+TRAINING_SEED = 2
+DESCRIPTION = "Makes a budget plan: so many experts a layer on average, more where they matter more."
+
+
+class CurveRecorder:
+    """A `Rule` that leaves routing alone and adds up how the predicted removal cost is spread over experts.
+
+    Attributes:
+        damage: by layer, float64 [E + 1]: the mean share of cost outside the best M experts, for M of 0 to E.
+    """
+
+    reads_true_energy = False
+
+    def __init__(self, predictor: Predictor) -> None:
+        self.predictor = predictor
+        self._lost: dict[int, NDArray[np.float64]] = {}
+        self._steps: dict[int, int] = {}
+
+    def log_energy(self, layer: int, z: NDArray, true: NDArray | None) -> NDArray:
+        """See `Rule`."""
+        return self.predictor.layers[layer].log_energy(z)
+
+    def __call__(self, layer: int, step: Step) -> Selection:
+        """See `Rule`."""
+        routing, E = step.routing, step.num_experts
+        assert step.log_energy is not None
+        cost = removal_cost(routing.ids, routing.weights, step.log_energy, step.rows == DECODE, E)
+        total = cost.sum(dtype=np.float64)
+        if total > 0:
+            held = np.concatenate(([0], np.cumsum(np.sort(cost)[::-1], dtype=np.float64))) / total
+            self._lost[layer] = self._lost.get(layer, 0) + (1 - held)
+            self._steps[layer] = self._steps.get(layer, 0) + 1
+        return run_policy("dense", step, Budget())
+
+    @property
+    def damage(self) -> dict[int, NDArray[np.float64]]:
+        return {layer: lost / self._steps[layer] for layer, lost in sorted(self._lost.items())}
+
+
+def record_damage(engine: Engine, predictor: Predictor, subject: Subject, batch: int) -> dict[int, NDArray[np.float64]]:
+    """The damage curves of all layers, from one dense run over the subject's prompts; see `CurveRecorder`."""
+    recorder = CurveRecorder(predictor)
+    engine.decode(recorder, subject.decoding(batch), subject.queues(batch, MIXED))
+    return recorder.damage
+
+
+def allocate(damage: Mapping[int, NDArray[np.float64]], total: int) -> dict[int, int]:
+    """Experts of each layer, `total` in all and at least one each, with the least sum of damage.
+
+    Args:
+        damage: by layer, [E + 1], convex and falling.
+
+    Raises:
+        ValueError: a total that cannot be shared out.
+    """
+    most = sum(len(curve) - 1 for curve in damage.values())
+    if not len(damage) <= total <= most:
+        raise ValueError(f"{total} experts cannot be shared out over {len(damage)} layers: give {len(damage)} to {most}")
+    given = dict.fromkeys(damage, 1)
+    gains = [(curve[2] - curve[1], layer) for layer, curve in damage.items() if len(curve) > 2]
+    heapq.heapify(gains)
+    for _ in range(total - len(damage)):
+        _, layer = heapq.heappop(gains)
+        given[layer] += 1
+        curve, n = damage[layer], given[layer]
+        if n < len(curve) - 1:
+            heapq.heappush(gains, (curve[n + 1] - curve[n], layer))
+    return given
+
+
+def plan_of(given: Mapping[int, int]) -> Budget:
+    """The allocation as a budget."""
+    return Budget(layers={layer: Budget(experts=n) for layer, n in given.items()})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--experts", type=float, required=True, metavar="N", help="mean over the layers, as 12 or 12.5")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="for instance plan.json")
+    parser.add_argument("--model", metavar="PATH_OR_ID", help="checkpoint, or embedded/NAME (default: an embedded one)")
+    parser.add_argument("--predictor", metavar="PATH_OR_ID", help="default: the embedded model's own")
+    parser.add_argument(
+        "--prompts-file", type=Path, metavar="FILE", help="JSONL with a prompt a line (default: the embedded tasks')"
+    )
+    parser.add_argument("--prompts", type=int, default=DEFAULT_PROMPTS, metavar="N", help="how many (%(default)s)")
+    parser.add_argument("--batch", type=int, default=DEFAULT_BATCH, metavar="N", help="decoded together (%(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="of an answer (%(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Records the curves, writes the plan and prints it.
+
+    Raises:
+        ValueError: options, prompts, model or predictor that cannot be used.
+    """
+    for name in ("prompts", "batch", "max_tokens"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    if not args.out.absolute().parent.is_dir():
+        raise ValueError(f"--out {str(args.out)!r}: its folder does not exist")
+    source, predictor = resolve_model(args.model, args.predictor)
+    if predictor is None:
+        raise ValueError(f"--model {args.model!r} needs a predictor: pass one of base-moe calibrate with --predictor")
+    subject = Subject(
+        Path(source).name, source, predictor, calibration_prompts(args), max_tokens=args.max_tokens, progress=True
+    )
+    assert subject.predictor is not None
+    damage = record_damage(subject.engine, subject.predictor, subject, args.batch)
+    total = round(args.experts * len(damage))
+    given = allocate(damage, total)
+    save_plan(args.out, plan_of(given).layers or {})
+    print(describe(damage, given))
+    print(f"plan written to {args.out}: use it as --budget plan:{args.out}")
+
+
+def calibration_prompts(args: argparse.Namespace) -> list[Prompt]:
+    """Those of the file, or of the embedded tasks' training split."""
+    if args.prompts_file is not None:
+        return read_prompts(args.prompts_file)[: args.prompts]
+    if args.model is not None and not args.model.startswith("embedded/"):
+        raise ValueError("--model of your own needs prompts: give them with --prompts-file")
+    return [Prompt(e.prompt, e.answer, e.task) for e in islice(examples(TRAINING_SEED), args.prompts)]
+
+
+def describe(damage: Mapping[int, NDArray[np.float64]], given: Mapping[int, int]) -> str:
+    """The allocation as a table, and its predicted damage beside that of as many experts in every layer."""
+    total, L = sum(given.values()), len(given)
+    same = {layer: total // L + (i < total % L) for i, layer in enumerate(given)}
+    body = [
+        (str(layer), str(n), f"{100 * damage[layer][n]:.3f} %", f"{100 * damage[layer][same[layer]]:.3f} %")
+        for layer, n in given.items()
+    ]
+    mean = [f"{100 * float(np.mean([damage[i][n] for i, n in own.items()])):.3f} %" for own in (given, same)]
+    rows = [("layer", "experts", "cost lost", "uniform"), *body, ("mean", f"{total / L:.2f}", *mean)]
+    return format_table(rows)
