@@ -109,9 +109,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("batch", "prompts", "max_tokens"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
+    for name, least in (("batch", 1), ("prompts", 1), ("max_tokens", 2)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {least}")
     if args.workers is not None and args.workers < 1:
         raise ValueError(f"--workers {args.workers} must be at least 1")
     if not args.temperature >= 0:

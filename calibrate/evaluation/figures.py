@@ -14,6 +14,7 @@ from matplotlib import pyplot as plt
 from calibrate.evaluation.matching import is_fixed_base
 from calibrate.evaluation.paper import TABLE_1
 from calibrate.evaluation.units import Row
+from calibrate.evaluation.variants import UNION
 
 STYLES = {
     "dense": ("#555555", "*"),
@@ -30,6 +31,7 @@ STYLES = {
     "exfold": ("#d4679c", "h"),
     "xshare": ("#5b7c99", "d"),
 }
+EXACT = 1e-9
 SETTINGS: Any = {"svg.fonttype": "none", "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
 
 
@@ -44,7 +46,8 @@ def _svg(figure: plt.Figure, name: str) -> str:
 
 
 def curves(rows: Sequence[Row], name: str) -> str:
-    """Accuracy, KL to dense and layer error of every policy against active experts."""
+    """Accuracy, KL to dense and layer error of every policy against active experts: fixed budgets, and own sizes."""
+    rows = [row for row in rows if not (row["budget"].startswith(UNION) or row["options"].get("raw_logits"))]
     metrics = [("kl", "KL to dense, nats a token"), ("layer_error", "squared error of the layer's output / dense")]
     if rows[0]["accuracy"] is not None:
         metrics.insert(0, ("accuracy", "right answers, %"))
@@ -60,7 +63,7 @@ def curves(rows: Sequence[Row], name: str) -> str:
             for axis, (metric, _) in zip(axes, metrics, strict=True):
                 axis.plot(
                     [row["active_mean"] for row in points],
-                    [row[metric] * (100 if metric == "accuracy" else 1) for row in points],
+                    [_shown(row, metric) for row in points],
                     color=color, marker=marker, ms=5, lw=2.2 if policy == "base" else 1,
                     ls="-" if joined else "", label=policy, zorder=3 if policy == "base" else 2,
                 )  # fmt: skip
@@ -77,6 +80,13 @@ def curves(rows: Sequence[Row], name: str) -> str:
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
     return _svg(figure, name)
+
+
+def _shown(row: Row, metric: str) -> float:
+    """In percent, or for a logarithmic axis, on which what is exact has no place."""
+    if metric == "accuracy":
+        return 100 * row[metric]
+    return row[metric] if row[metric] > EXACT else float("nan")
 
 
 def trade_off(tables: dict[str, Sequence[Row]], name: str) -> str:

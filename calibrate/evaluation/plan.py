@@ -56,7 +56,8 @@ def counterpart(rival: Variant) -> Variant:
         return Variant("base", f"{UNION}{options['k0' if rival.policy == 'oea' else 'k']}")
     if rival.policy == "sere" and options["threshold"] == 0:
         return Variant("base", f"{UNION}{options['primary']}")
-    if rival.policy == "exfold" or (rival.policy == "xshare" and options.get("k0", 1) == 0):
+    keeps = rival.policy == "xshare" and options.get("k0", 1) == 0 and not options.get("raw_logits")
+    if rival.policy == "exfold" or keeps:
         return Variant("base", rival.budget)
     return Variant("base", like=rival)
 

@@ -54,7 +54,7 @@ class ModelRows:
     Attributes:
         model_type: its architecture.
         budgets: fixed budget of each regime.
-        main: batches of 16, mixed tasks.
+        main: batches of 16, mixed tasks; dense comes first.
         one_task: batches of 16 with one task each.
         sweep: several batch sizes.
         facts: what is said about the model, a paragraph.
@@ -71,6 +71,12 @@ class ModelRows:
     def rows(self) -> list[Row]:
         """All of them."""
         return [*self.main, *self.one_task, *self.sweep]
+
+    @property
+    def methods(self) -> list[Row]:
+        """Dense and the methods of table 1, without the oracle, which is none."""
+        regimes = [row for name in REGIMES for row in tables.regime_rows(self.main, self.budgets, name)]
+        return [self.main[0], *(row for row in regimes if row["policy"] != "oracle")]
 
 
 def grid_report(rows: Sequence[Row], command: str, cost: StepCost | None) -> list[Block]:
@@ -114,18 +120,7 @@ def full_report(models: Sequence[ModelRows], command: str, seconds: float, cost:
         Heading(2, "Figure 1: quality against cost"),
         Figure(
             "figure-1",
-            figures.trade_off(
-                {
-                    model.model_type: _distinct(
-                        [
-                            model.main[0],
-                            *(r for name in REGIMES for r in tables.regime_rows(model.main, model.budgets, name)),
-                        ]
-                    )
-                    for model in models
-                },
-                "figure-1",
-            ),
+            figures.trade_off({model.model_type: model.methods for model in models}, "figure-1"),
             f"Above: these models, accuracy against experts read. Below: the paper's scores and speeds, drawn from the "
             f"numbers of its table 1 ({paper.SOURCE}).",
         ),
@@ -148,10 +143,6 @@ def write(folder: Path, blocks: Sequence[Block]) -> None:
 def _versions() -> str:
     found = installed_versions()
     return "Versions: " + ", ".join(f"{name} {value}" for name, value in found.items() if name != "base-moe") + "."
-
-
-def _distinct(rows: Sequence[Row]) -> list[Row]:
-    return list({(row["label"], row["batch"], row["arrangement"], row["prompts"]): row for row in rows}.values())
 
 
 def _time(rows: Sequence[Row], cost: StepCost | None) -> list[Block]:
@@ -312,7 +303,7 @@ def _model(model: ModelRows, cost: StepCost | None) -> list[Block]:
         Text("Requests of one kind share experts: the native union is smaller, and so is what a budget can save."),
         tables.batches_table(model.one_task),
         Heading(3, "All rows"),
-        tables.all_rows(_distinct(rows)),
+        tables.all_rows(rows),
     ]
     return blocks
 

@@ -99,6 +99,10 @@ def test_union_size():
         ),
         (Variant("exfold", "9"), "base @9"),
         (Variant("xshare", "9", {"k0": 0}), "base @9"),
+        (
+            Variant("xshare", "9", {"k0": 0, "raw_logits": True}),
+            "base @as xshare k0=0 raw_logits=True @9",
+        ),
         (Variant("xshare", "9", {"k0": 1}), "base @as xshare k0=1 @9"),
         (Variant("xshare", "9"), "base @as xshare @9"),
     ],
