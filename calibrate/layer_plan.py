@@ -1,8 +1,10 @@
 """`base-moe plan`: shares experts out over the layers so that the predicted damage in all is least.
 
-The damage that a budget of M does to a layer is the share of the step's removal cost that its M best experts do not hold,
-averaged over the decode steps of a dense run. It falls ever more slowly as M grows, since experts come in the order of
-their cost. Giving the next expert to the layer that it helps most is therefore the best allocation of any total.
+Two things are measured on calibration prompts. A layer's curve: the share of a step's removal cost that its M best
+experts do not hold, averaged over the decode steps of a dense run. And its sensitivity: how far the model's next-token
+distribution moves (KL, nats a token) for the share lost, when this layer alone is under the budget. Their product is the
+damage of M. It falls ever more slowly as M grows, since experts come in the order of their cost; giving the next expert
+to the layer that it helps most is therefore the best allocation of any total.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ from base_core.embedded.tasks import examples
 from base_core.policies import Step, run_policy
 from base_core.report import format_table
 from base_core.selection import DECODE, Selection, removal_cost
-from calibrate.evaluation.engine import Engine
+from calibrate.evaluation.metrics import Judge
 from calibrate.evaluation.prompt_file import Prompt, read_prompts
+from calibrate.evaluation.routing import Rule
 from calibrate.evaluation.subject import MIXED, Subject
+from calibrate.evaluation.variants import Variant
 
 DEFAULT_PROMPTS = 512
 DEFAULT_BATCH = 16
@@ -33,11 +37,14 @@ TRAINING_SEED = 2
 DESCRIPTION = "Makes a budget plan: so many experts a layer on average, more where they matter more."
 
 
+Curves = dict[int, NDArray[np.float64]]
+
+
 class CurveRecorder:
     """A `Rule` that leaves routing alone and adds up how the predicted removal cost is spread over experts.
 
     Attributes:
-        damage: by layer, float64 [E + 1]: the mean share of cost outside the best M experts, for M of 0 to E.
+        curves: by layer, float64 [E + 1]: the mean share of cost outside the best M experts, for M of 0 to E.
     """
 
     reads_true_energy = False
@@ -64,18 +71,57 @@ class CurveRecorder:
         return run_policy("dense", step, Budget())
 
     @property
-    def damage(self) -> dict[int, NDArray[np.float64]]:
+    def curves(self) -> Curves:
         return {layer: lost / self._steps[layer] for layer, lost in sorted(self._lost.items())}
 
 
-def record_damage(engine: Engine, predictor: Predictor, subject: Subject, batch: int) -> dict[int, NDArray[np.float64]]:
-    """The damage curves of all layers, from one dense run over the subject's prompts; see `CurveRecorder`."""
-    recorder = CurveRecorder(predictor)
-    engine.decode(recorder, subject.decoding(batch), subject.queues(batch, MIXED))
-    return recorder.damage
+class OneLayer:
+    """A `Rule` that restricts one layer as `inner` does and leaves the others alone."""
+
+    reads_true_energy = False
+
+    def __init__(self, inner: Rule, layer: int) -> None:
+        self.inner, self.layer = inner, layer
+
+    def log_energy(self, layer: int, z: NDArray, true: NDArray | None) -> NDArray | None:
+        """See `Rule`."""
+        return self.inner.log_energy(layer, z, true) if layer == self.layer else None
+
+    def __call__(self, layer: int, step: Step) -> Selection:
+        """See `Rule`."""
+        return self.inner(layer, step) if layer == self.layer else run_policy("dense", step, Budget())
 
 
-def allocate(damage: Mapping[int, NDArray[np.float64]], total: int) -> dict[int, int]:
+def record_curves(subject: Subject, batch: int) -> Curves:
+    """By layer the mean share of cost lost, [E + 1], from one dense run over the subject's prompts."""
+    assert subject.predictor is not None
+    recorder = CurveRecorder(subject.predictor)
+    subject.engine.decode(recorder, subject.decoding(batch), subject.queues(batch, MIXED))
+    return recorder.curves
+
+
+def record_damage(subject: Subject, batch: int, experts: int) -> Curves:
+    """By layer what a budget of M does to the model's output, KL in nats a token: [E + 1].
+
+    Args:
+        experts: the budget at which the layers' sensitivities are measured, near the plan's mean.
+    """
+    reference, damage = subject.reference(), {}
+    for layer, curve in record_curves(subject, batch).items():
+        judge = Judge(reference)
+        subject.engine.decode(
+            OneLayer(subject.rule(Variant("base", str(experts))), layer),
+            subject.decoding(batch),
+            subject.queues(batch, MIXED),
+            forced=reference.tokens,
+            on_logits=judge,
+        )
+        lost = curve[experts]
+        damage[layer] = curve * (judge.kl / judge.count / lost if lost > 0 else 0.0)
+    return damage
+
+
+def allocate(damage: Curves, total: int) -> dict[int, int]:
     """Experts of each layer, `total` in all and at least one each, with the least sum of damage.
 
     Args:
@@ -86,7 +132,9 @@ def allocate(damage: Mapping[int, NDArray[np.float64]], total: int) -> dict[int,
     """
     most = sum(len(curve) - 1 for curve in damage.values())
     if not len(damage) <= total <= most:
-        raise ValueError(f"{total} experts cannot be shared out over {len(damage)} layers: give {len(damage)} to {most}")
+        raise ValueError(
+            f"{total} experts cannot be shared out over {len(damage)} layers: give {len(damage)} to {most}"
+        )
     given = dict.fromkeys(damage, 1)
     gains = [(curve[2] - curve[1], layer) for layer, curve in damage.items() if len(curve) > 2]
     heapq.heapify(gains)
@@ -97,6 +145,18 @@ def allocate(damage: Mapping[int, NDArray[np.float64]], total: int) -> dict[int,
         if n < len(curve) - 1:
             heapq.heappush(gains, (curve[n + 1] - curve[n], layer))
     return given
+
+
+def make_plan(subject: Subject, batch: int, mean: float) -> tuple[dict[int, int], Curves]:
+    """Experts of each layer, `mean` on average, and the damage curves that they come from.
+
+    Raises:
+        ValueError: a mean below 1 or above the number of experts.
+    """
+    if not 1 <= mean <= subject.num_experts:
+        raise ValueError(f"--experts {mean:g} is outside 1..{subject.num_experts}, the experts of a layer")
+    damage = record_damage(subject, batch, max(1, round(mean)))
+    return allocate(damage, round(mean * len(damage))), damage
 
 
 def plan_of(given: Mapping[int, int]) -> Budget:
@@ -136,10 +196,7 @@ def run(args: argparse.Namespace) -> None:
     subject = Subject(
         Path(source).name, source, predictor, calibration_prompts(args), max_tokens=args.max_tokens, progress=True
     )
-    assert subject.predictor is not None
-    damage = record_damage(subject.engine, subject.predictor, subject, args.batch)
-    total = round(args.experts * len(damage))
-    given = allocate(damage, total)
+    given, damage = make_plan(subject, args.batch, args.experts)
     save_plan(args.out, plan_of(given).layers or {})
     print(describe(damage, given))
     print(f"plan written to {args.out}: use it as --budget plan:{args.out}")
@@ -154,14 +211,13 @@ def calibration_prompts(args: argparse.Namespace) -> list[Prompt]:
     return [Prompt(e.prompt, e.answer, e.task) for e in islice(examples(TRAINING_SEED), args.prompts)]
 
 
-def describe(damage: Mapping[int, NDArray[np.float64]], given: Mapping[int, int]) -> str:
+def describe(damage: Curves, given: Mapping[int, int]) -> str:
     """The allocation as a table, and its predicted damage beside that of as many experts in every layer."""
     total, L = sum(given.values()), len(given)
     same = {layer: total // L + (i < total % L) for i, layer in enumerate(given)}
     body = [
-        (str(layer), str(n), f"{100 * damage[layer][n]:.3f} %", f"{100 * damage[layer][same[layer]]:.3f} %")
-        for layer, n in given.items()
+        (str(i), str(n), f"{damage[i][n]:.4f}", str(same[i]), f"{damage[i][same[i]]:.4f}") for i, n in given.items()
     ]
-    mean = [f"{100 * float(np.mean([damage[i][n] for i, n in own.items()])):.3f} %" for own in (given, same)]
-    rows = [("layer", "experts", "cost lost", "uniform"), *body, ("mean", f"{total / L:.2f}", *mean)]
-    return format_table(rows)
+    sums = [f"{sum(damage[i][n] for i, n in own.items()):.4f}" for own in (given, same)]
+    total_row = ("all", str(total), sums[0], str(total), sums[1])
+    return format_table([("layer", "plan", "KL, nats", "uniform", "KL, nats"), *body, total_row])

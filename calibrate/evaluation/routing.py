@@ -78,7 +78,8 @@ class LayerProbe:
             true = torch.zeros(len(ids), E, device=ids.device).scatter_(1, ids, energy).cpu().numpy()
         terms = routing_terms(logits, self.router_rule, self.bias)
         scores, preference, native_ids, native_weights, raw = (
-            tensor.cpu().numpy() for tensor in (terms.scores, terms.preference, ids, weights, logits.float())
+            tensor.cpu().numpy()
+            for tensor in (terms.scores.float(), terms.preference.float(), ids, weights.float(), logits.float())
         )
         log_energy = self.rule.log_energy(self.layer.index, z.float().cpu().numpy(), true)
         new_ids, new_weights = np.zeros_like(native_ids), np.zeros_like(native_weights)
