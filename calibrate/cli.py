@@ -47,7 +47,7 @@ def overview() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one subcommand; returns the exit status: 2 for bad input, 130 after Ctrl-C."""
+    """Runs one subcommand; returns its own exit status or 0: 2 is bad input, 130 Ctrl-C."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(overview())
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     module.add_arguments(parser)
     args = parser.parse_args(argv[1:])
     try:
-        module.run(args)
+        return module.run(args) or 0
     except (ValueError, OSError) as error:
         if os.environ.get("BASE_MOE_TRACEBACK"):
             raise
@@ -76,7 +76,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\nbase-moe {argv[0]}: interrupted", file=sys.stderr)
         return 130
-    return 0
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from backends.cuda.generate import load
 from base_core import Budget, load_predictor
-from base_core.embedded import MODELS, model_path, predictor_path
+from base_core.embedded import MODELS, PREFIX, model_path, predictor_path, resolve_model
 from base_core.embedded.tasks import STOP, evaluation_examples, examples
 from base_core.policies import POLICIES
 from base_core.report import format_table, write_report
@@ -49,7 +49,7 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `base-moe eval`."""
-    parser.add_argument("--model", metavar="PATH_OR_ID", help=f"checkpoint, or an embedded model: {', '.join(MODELS)}")
+    parser.add_argument("--model", metavar="PATH_OR_ID", help=f"checkpoint (default: {PREFIX}{MODELS[0]})")
     parser.add_argument("--predictor", metavar="PATH_OR_ID", help="default: the embedded model's own")
     parser.add_argument(
         "--rivals", type=Path, metavar="FILE", help="of base-moe calibrate --rivals; for sere and exfold"
@@ -187,17 +187,16 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
 
     if args.prompts_file is not None:
         return read_prompts(args.prompts_file)[: args.prompts]
-    if args.model is not None and args.model not in MODELS:
+    if args.model is not None and not args.model.startswith(PREFIX):
         raise ValueError("--model of your own needs prompts: give them with --prompts-file")
     return _embedded_prompts(args.prompts)
 
 
-def _sources(args: argparse.Namespace) -> tuple[str, str | Path, str | Path | None]:
+def _sources(args: argparse.Namespace) -> tuple[str, str, str | None]:
     """Name, checkpoint and predictor."""
-    embedded = args.model or MODELS[0]
-    if embedded not in MODELS:
-        return Path(args.model).name, args.model, args.predictor
-    return f"embedded/{embedded}", model_path(embedded), args.predictor or predictor_path(embedded)
+    source, predictor = resolve_model(args.model, args.predictor)
+    name = args.model or PREFIX + MODELS[0]
+    return name if name.startswith(PREFIX) else Path(name).name, source, predictor
 
 
 def _run_grid(args: argparse.Namespace, cost: StepCost | None) -> None:
@@ -207,7 +206,7 @@ def _run_grid(args: argparse.Namespace, cost: StepCost | None) -> None:
     rivals = None if args.rivals is None else load_rivals(args.rivals)
     prompts = _prompts(args)
     name, source, predictor = _sources(args)
-    dtype = "float32" if name.startswith("embedded/") and args.dtype == "auto" else args.dtype
+    dtype = "float32" if name.startswith(PREFIX) and args.dtype == "auto" else args.dtype
     subject = Subject(
         name, source, predictor, prompts, max_tokens=args.max_tokens, temperature=args.temperature,
         dtype=None if dtype == "auto" else dtype, progress=True,
@@ -318,7 +317,7 @@ def calibrate_embedded_rivals(name: str, path: Path) -> None:
     documents = (Document(example.answer + STOP, example.prompt) for example in examples(1))
     text = pack((tokenise(document, tokenizer, "answer") for document in documents), RIVAL_LENGTH, RIVAL_TEXT_TOKENS)
     source = f"training split of the embedded tasks, seed 1, {text.tokens} tokens"
-    rivals = calibrate_rivals(model, text, model_id=f"embedded/{name}", source=source, progress=True)
+    rivals = calibrate_rivals(model, text, model_id=PREFIX + name, source=source, progress=True)
     save_rivals(path, rivals)
 
 
@@ -340,7 +339,7 @@ def _run_all(args: argparse.Namespace, cost: StepCost | None) -> None:
 def open_embedded(name: str, prompts: Sequence[Prompt], max_tokens: int, rivals: Path) -> Subject:
     """An embedded model ready for every policy."""
     subject = Subject(
-        f"embedded/{name}", model_path(name), predictor_path(name), prompts, max_tokens=max_tokens, dtype="float32"
+        PREFIX + name, model_path(name), predictor_path(name), prompts, max_tokens=max_tokens, dtype="float32"
     )
     subject.set_rivals(load_rivals(rivals))
     return subject
@@ -383,8 +382,10 @@ def _pool(workers: int, make: Callable[..., Subject], *args: Any) -> Iterator[Pr
         yield None
         return
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(make, *args))
+    stop = context.Event()
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(stop, make, *args))
     try:
         yield pool
     finally:
+        stop.set()
         pool.shutdown(cancel_futures=True)

@@ -1,5 +1,6 @@
 """`base-moe bench`: MoE layers of a real model's width and random weights, decoding a batch, stock, dense and budgeted.
 
+`--device cuda` goes to `backends.cuda.gpu_bench`, whose kernels and questions are others; here is the CPU's bench.
 Weights and hidden rows are random, so routing is close to uniform and the native union is as large as it gets; real
 text routes to fewer experts. Shared experts are left out: they cost the same in every row of the table.
 """
@@ -9,31 +10,35 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoConfig
 
+from backends.cuda.command import require_triton, run_interpreted
 from backends.cuda.cpu_linear import cpu_path
-from backends.cuda.experts import EXPERTS_IMPLEMENTATION, register_experts
+from backends.cuda.experts import EXPERTS_IMPLEMENTATION, INTERPRETED, register_experts
 from backends.cuda.families import FAMILIES, find_moe_layers, fingerprint
 from backends.cuda.integration import base_budget
 from backends.cuda.roof import bandwidth_probe, cached_seconds, seconds
-from base_core import Budget, Card, LayerPredictor, Predictor
+from backends.cuda.shapes import SHAPES, Shape
+from base_core import Budget, Predictor
+from base_core.predictor import random_predictor
 from base_core.report import format_table, report_row, write_report
 
 DESCRIPTION = (
-    "Time MoE layers of a model's true width, random weights, one decode step: stock, dense, and under budgets."
+    "Time MoE layers of a model's true width, random weights, one decode step: stock, dense, and under budgets. On a "
+    "GPU also a whole model of random weights, and rivals at equal active experts."
 )
 
 DEFAULT_SHAPE = "qwen3-30b-a3b"
+DEFAULT_PARTS = "layers,model,rivals"
+DEFAULT_MINUTES = 6.0
 DEFAULT_LAYERS = 2
 DEFAULT_BATCH = 16
 DEFAULT_BUDGETS = "10,16,32"
@@ -45,57 +50,12 @@ INPUTS = 4  # different batches, taken in turn
 PROBES = 5  # reads of memory before the first step
 WEIGHT_STD = 0.02
 WARM_UP_SECONDS = 0.12
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Routed experts of one MoE layer.
-
-    Attributes:
-        name: as on the command line.
-        model_type: the transformers family whose router and experts are built.
-        hidden_size, expert_size, num_experts, experts_per_token: d, I, E, k.
-    """
-
-    name: str
-    model_type: str
-    hidden_size: int
-    expert_size: int
-    num_experts: int
-    experts_per_token: int
-
-    @classmethod
-    def parse(cls, text: str) -> Shape:
-        """A known model's name, or `DxIxExK`: hidden size, expert width, experts, experts per token.
-
-        Raises:
-            ValueError: neither, or a width of zero, or more experts per token than experts.
-        """
-        if text in SHAPES:
-            return SHAPES[text]
-        if not re.fullmatch(r"\d+x\d+x\d+x\d+", text):
-            raise ValueError(
-                f"shape {text!r} is unknown: give one of {', '.join(SHAPES)}, or DxIxExK as 2048x768x128x8"
-            )
-        widths = [int(part) for part in text.split("x")]
-        if min(widths) < 1 or widths[3] > widths[2]:
-            raise ValueError(f"shape {text!r}: D, I, E and K are at least 1, and K at most E")
-        return cls(text, "qwen3_moe", *widths)
-
-    def expert_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of one expert's three matrices."""
-        return 3 * self.hidden_size * self.expert_size * dtype.itemsize
-
-
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("qwen3-30b-a3b", "qwen3_moe", 2048, 768, 128, 8),
-        Shape("qwen1.5-moe", "qwen2_moe", 2048, 1408, 60, 4),
-        Shape("deepseek-v2-lite", "deepseek_v2", 2048, 1408, 64, 6),
-    )
+CONFIG_NAMES = {
+    "deepseek_v2": ("n_routed_experts", "moe_intermediate_size"),
+    "gpt_oss": ("num_local_experts", "intermediate_size"),
 }
+"""What a family's config calls E and I, where it is not as qwen3_moe's."""
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class RoutedBlock(nn.Module):
@@ -119,13 +79,13 @@ class RoutedStack(nn.Module):
         super().__init__()
         family = next(family for family in FAMILIES if family.model_type == shape.model_type)
         modeling = importlib.import_module(f"transformers.models.{shape.model_type}.modeling_{shape.model_type}")
+        experts_name, width_name = CONFIG_NAMES.get(shape.model_type, ("num_experts", "moe_intermediate_size"))
         self.config = AutoConfig.for_model(
             shape.model_type,
             hidden_size=shape.hidden_size,
-            moe_intermediate_size=shape.expert_size,
             num_experts_per_tok=shape.experts_per_token,
             num_hidden_layers=num_layers,
-            **{"n_routed_experts" if shape.model_type == "deepseek_v2" else "num_experts": shape.num_experts},
+            **{experts_name: shape.num_experts, width_name: shape.expert_size},
         )
         router, experts = getattr(modeling, family.router), getattr(modeling, family.experts)
         with torch.device("meta"):
@@ -187,34 +147,31 @@ class Limits:
         return "reading" if self.reading_ms > self.arithmetic_ms else "arithmetic"
 
 
-def random_predictor(stack: RoutedStack, seed: int) -> Predictor:
-    """A predictor of the stack's shape and fingerprint whose log-energies spread by about 1."""
-    layers = find_moe_layers(stack)
-    E, k, d = layers[0].num_experts, layers[0].experts_per_token, layers[0].hidden_size
-    generator = np.random.default_rng(seed)
-    card = Card("random", stack.config.model_type, tuple(layer.index for layer in layers), E, k, d, fingerprint(stack))
-    fits = {
-        i: LayerPredictor(
-            generator.standard_normal((E, d), np.float32),
-            generator.standard_normal(E, np.float32),
-            np.ones(E, np.float32),
-        )
-        for i in card.layers
-    }
-    return Predictor(card, fits)
+def predictor_for(model: Any, seed: int) -> Predictor:
+    """A random predictor for a stack or model."""
+    layers = find_moe_layers(model)
+    return random_predictor(
+        seed,
+        model_type=model.config.model_type,
+        layers=tuple(layer.index for layer in layers),
+        num_experts=layers[0].num_experts,
+        experts_per_token=layers[0].experts_per_token,
+        hidden_size=layers[0].hidden_size,
+        fingerprint=fingerprint(model),
+    )
 
 
-def rows_by_expert(stack: RoutedStack, hidden_states: Tensor) -> list[list[int]]:
-    """How many rows each active expert runs, one list a layer."""
+def rows_by_expert(model: nn.Module, step: Callable[[], object]) -> list[list[int]]:
+    """How many rows each active expert of `model` runs during one `step`, one list a layer."""
     counts: list[list[int]] = []
 
     def count(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
         _, ids, weights = args
         counts.append(ids[weights != 0].unique(return_counts=True)[1].tolist())
 
-    hooks = [layer.experts.register_forward_pre_hook(count) for layer in find_moe_layers(stack)]
+    hooks = [layer.experts.register_forward_pre_hook(count) for layer in find_moe_layers(model)]
     try:
-        stack(hidden_states)
+        step()
     finally:
         for hook in hooks:
             hook.remove()
@@ -232,7 +189,7 @@ def find_limits(
     """Runs `variant` once on every batch to see its groups, and times the first of them on cached weights."""
     device, dtype = batches[0].device, batches[0].dtype
     with variant.applied(stack, predictor):
-        counts = [layer for batch in batches for layer in rows_by_expert(stack, batch)]
+        counts = [layer for batch in batches for layer in rows_by_expert(stack, lambda: stack(batch))]  # noqa: B023
     expert_bytes = shape.expert_bytes(dtype)
     reading = statistics.mean(map(len, counts)) * expert_bytes / bytes_per_s
     arithmetic = cached_seconds(device, dtype, shape.hidden_size, counts[0]) * expert_bytes / dtype.itemsize
@@ -277,7 +234,7 @@ def measure(
         for shift in range(len(variants)):
             v = (repetition + shift) % len(variants)
             with variants[v].applied(stack, predictor):
-                samples[v].active.append(statistics.mean(map(len, rows_by_expert(stack, batch))))
+                samples[v].active.append(statistics.mean(map(len, rows_by_expert(stack, lambda: stack(batch)))))  # noqa: B023
                 warm_up(stack, batch, device)
                 samples[v].seconds.append(seconds(lambda: stack(batch), device))  # noqa: B023
                 samples[v].router_seconds.append(seconds(lambda: [r(batch) for r in routers], device))  # noqa: B023
@@ -422,59 +379,89 @@ def positive(text: str) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `base-moe bench`."""
     shapes = ", ".join(SHAPES)
-    parser.add_argument("--shape", default=DEFAULT_SHAPE, help=f"{shapes}, or DxIxExK as 2048x768x128x8 (%(default)s)")
-    parser.add_argument("--layers", type=positive, default=DEFAULT_LAYERS, help="MoE layers in a step (%(default)s)")
-    parser.add_argument("--batch", type=positive, default=DEFAULT_BATCH, help="rows in a step (%(default)s)")
-    parser.add_argument("--budgets", default=DEFAULT_BUDGETS, help="comma-separated, as 10,16,12.5%% (%(default)s)")
-    parser.add_argument("--device", default=DEFAULT_DEVICE, help="cpu or cuda (%(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default=DEFAULT_DTYPE, help="of the weights (%(default)s)")
-    parser.add_argument("--threads", type=positive, help="CPU threads (all)")
     parser.add_argument(
-        "--repetitions", type=positive, default=DEFAULT_REPETITIONS, help="steps of each variant (%(default)s)"
+        "--shape", help=f"{shapes}, or on a CPU DxIxExK as 2048x768x128x8 (CPU: {DEFAULT_SHAPE}; GPU: layers of all)"
     )
+    parser.add_argument(
+        "--batch", type=positive, help=f"rows in a step ({DEFAULT_BATCH}; on a GPU layers of 1 to 128 rows as well)"
+    )
+    parser.add_argument(
+        "--budgets", help=f"comma-separated (CPU: {DEFAULT_BUDGETS}, also as 12.5%%; GPU: 4 to 32, numbers only)"
+    )
+    parser.add_argument("--device", default=DEFAULT_DEVICE, help="cpu or cuda (%(default)s)")
     parser.add_argument("--seed", type=int, default=DEFAULT_SEED, help="of weights and rows (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write rows, settings and versions")
+    cpu = parser.add_argument_group("on a CPU")
+    cpu.add_argument("--layers", type=positive, default=DEFAULT_LAYERS, help="MoE layers in a step (%(default)s)")
+    cpu.add_argument("--dtype", choices=DTYPES, default=DEFAULT_DTYPE, help="of the weights (%(default)s)")
+    cpu.add_argument("--threads", type=positive, help="CPU threads (all)")
+    cpu.add_argument(
+        "--repetitions", type=positive, default=DEFAULT_REPETITIONS, help="steps of each variant (%(default)s)"
+    )
+    gpu = parser.add_argument_group("on a GPU")
+    gpu.add_argument("--part", default=DEFAULT_PARTS, help="what to measure (%(default)s)")
+    gpu.add_argument("--minutes", type=float, default=DEFAULT_MINUTES, help="stop timing after this long (%(default)s)")
+    gpu.add_argument("--markdown", metavar="FILE", help="write the tables")
+    gpu.add_argument("--plot", metavar="FILE", help="write the picture, PNG")
+    gpu.add_argument(
+        "--dry", action="store_true", help="no GPU: the same steps at toy size in the Triton interpreter, no times"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints the roofline estimate and the tables, and writes the files asked for.
+
+    Raises:
+        ValueError: an unknown shape, device or budget, or no GPU.
+    """
+    if args.device not in ("cpu", "cuda"):
+        raise ValueError(f"--device {args.device!r} is unknown: choose cpu or cuda")
+    if args.dry and not INTERPRETED:
+        return run_interpreted("backends.cuda.bench", args)
+    if args.dry or args.device == "cuda":
+        require_triton()
+        from backends.cuda.gpu_bench import run_on_gpu
+
+        run_on_gpu(args)
+    else:
+        _run_on_cpu(args)
+    return 0
 
 
 @torch.inference_mode()
-def run(args: argparse.Namespace) -> None:
-    """Measures, prints the roofline estimate and the table, and writes the JSON file.
-
-    Raises:
-        ValueError: an unknown shape, or a budget that does not fit it.
-    """
-    shape = Shape.parse(args.shape)
-    budgets = parse_budgets(args.budgets, shape.num_experts)
-    device, dtype = torch.device(args.device), DTYPES[args.dtype]
+def _run_on_cpu(args: argparse.Namespace) -> None:
+    shape = Shape.parse(args.shape or DEFAULT_SHAPE)
+    budgets = parse_budgets(DEFAULT_BUDGETS if args.budgets is None else args.budgets, shape.num_experts)
+    batch = args.batch or DEFAULT_BATCH
+    device, dtype = torch.device("cpu"), DTYPES[args.dtype]
     if args.threads:
         torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     register_experts()
 
     gigabytes = args.layers * shape.num_experts * shape.expert_bytes(dtype) / 1e9
-    print(
-        f"{shape.name}: {args.layers} layers, {gigabytes:.1f} GB of {args.dtype} experts on {device}; {args.batch} rows"
-    )
+    print(f"{shape.name}: {args.layers} layers, {gigabytes:.1f} GB of {args.dtype} experts on {device}; {batch} rows")
     stack = RoutedStack(shape, args.layers, dtype, device)
-    predictor = random_predictor(stack, args.seed)
-    batches = [torch.randn(args.batch, shape.hidden_size, dtype=dtype, device=device) for _ in range(INPUTS)]
+    predictor = predictor_for(stack, args.seed)
+    batches = [torch.randn(batch, shape.hidden_size, dtype=dtype, device=device) for _ in range(INPUTS)]
     variants = [Variant("stock"), Variant("dense"), *(Variant("base", budget) for budget in budgets)]
 
     probe = bandwidth_probe(device)
     bytes_per_s = statistics.median(probe() for _ in range(PROBES))
     limits = {v.label: find_limits(stack, predictor, v, batches, shape, bytes_per_s) for v in variants[1:]}
     pair_flop = 2 * shape.expert_bytes(dtype) // dtype.itemsize
-    print_limits(args.batch, bytes_per_s, limits, pair_flop)
-    path = cpu_path() if device.type == "cpu" else "grouped_mm"
+    print_limits(batch, bytes_per_s, limits, pair_flop)
+    path = cpu_path()
     print(f"Experts run through: {path}; threads: {torch.get_num_threads()}\n")
 
     samples, bytes_per_s = measure(stack, predictor, variants, batches, args.repetitions, probe)
-    rows = to_rows(shape, args.batch, args.layers, dtype, bytes_per_s, dict(zip(variants, samples, strict=True)))
+    rows = to_rows(shape, batch, args.layers, dtype, bytes_per_s, dict(zip(variants, samples, strict=True)))
     print_rows(rows)
     print(f"The roof is the median read bandwidth between the steps: {bytes_per_s / 1e9:.1f} GB/s.")
     if args.json:
         settings = {
-            **{name: getattr(args, name) for name in ("layers", "batch", "device", "dtype", "repetitions", "seed")},
+            **{name: getattr(args, name) for name in ("layers", "device", "dtype", "repetitions", "seed")},
+            "batch": batch,
             "budgets": [str(budget) for budget in budgets],
             "shape": asdict(shape),
             "threads": torch.get_num_threads(),

@@ -1,10 +1,14 @@
 """The routed experts of a transformers MoE layer, each active one's weights read once a step.
 
-Registered with transformers as the experts implementation `base`. Stock `grouped_mm` also reads only the experts that
-have rows, but multiplies bfloat16 on a CPU so slowly that reading fewer experts gains nothing.
+Registered with transformers as the experts implementation `base`: Triton kernels on a GPU, a C++ kernel on a CPU. Stock
+`grouped_mm` also reads only the experts that have rows, but multiplies bfloat16 on a CPU so slowly that reading fewer
+experts gains nothing, and on a GPU its tiles are made for many rows an expert.
 """
 
 from __future__ import annotations
+
+import os
+from importlib.util import find_spec
 
 import numpy as np
 import torch
@@ -14,11 +18,31 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 from backends.cuda.cpu_linear import Groups, grouped_linear
 
 EXPERTS_IMPLEMENTATION = "base"
+WITHOUT_KERNELS = "base_without_kernels"
+
+HAS_TRITON = find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def register_experts() -> None:
     """Makes `set_experts_implementation("base")` work; calling it again changes nothing."""
     ExpertsInterface.register(EXPERTS_IMPLEMENTATION, experts_forward)
+    ExpertsInterface.register(WITHOUT_KERNELS, experts_without_kernels)
+
+
+def triton_runs_on(device: torch.device) -> bool:
+    """Whether Triton is installed and runs on `device`: a GPU, or anything at all in its interpreter."""
+    return HAS_TRITON and (device.type == "cuda" or INTERPRETED)
+
+
+def keep_address(*tensors: Tensor) -> None:
+    """Tells torch.compile that these stay where they are: its CUDA graphs neither copy them nor shun their updates.
+
+    On a CPU, where there are no such graphs, nothing is done.
+    """
+    for tensor in tensors:
+        if triton_runs_on(tensor.device):
+            torch._dynamo.mark_static_address(tensor)
 
 
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -33,6 +57,18 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     Returns:
         [T, d], of the dtype of `hidden_states`.
     """
+    if triton_runs_on(hidden_states.device):
+        from backends.cuda.kernels.module import run_experts, runs_on_kernels
+
+        if runs_on_kernels(self, hidden_states):
+            return run_experts(self, hidden_states, top_k_index, top_k_weights)
+    return experts_without_kernels(self, hidden_states, top_k_index, top_k_weights)
+
+
+def experts_without_kernels(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """`experts_forward` without Triton."""
     if _runs_on_cpu(self, hidden_states):
         return _experts_on_cpu(self, hidden_states, top_k_index, top_k_weights)
     return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)

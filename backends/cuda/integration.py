@@ -5,18 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from backends.cuda.experts import EXPERTS_IMPLEMENTATION, register_experts, routed_outputs
+from backends.cuda.experts import (
+    EXPERTS_IMPLEMENTATION,
+    WITHOUT_KERNELS,
+    keep_address,
+    register_experts,
+    routed_outputs,
+    triton_runs_on,
+)
 from backends.cuda.families import MoELayer, correction_bias, find_moe_layers, router_rule, routing_terms
 from backends.cuda.selection import RowKinds, native_union, removal_cost_no_sync, select_no_sync
 from base_core import Budget, LayerPredictor, Predictor
 from base_core.fingerprint import FINGERPRINT_TOLERANCE
 from base_core.selection import DECODE, PADDING, PREFILL, Denominator, Fill, Ranking
+
+if TYPE_CHECKING:
+    from backends.cuda.kernels.module import FrontRouter
 
 PREDICTED = ("removal_cost", "static_energy")
 """Rankings that need a predictor."""
@@ -31,6 +41,8 @@ class Policy:
         decode_window: input lengths up to this one, beside a filled cache, are decoding; longer ones are prefill.
         measure: also run every routed expert for its true energy, so that `Session.stats` can tell what was kept. Slow.
         experts_implementation: how transformers runs the experts meanwhile; None leaves it as it is.
+        kernels: `auto` routes and runs experts with the Triton kernels where Triton runs and they take the case; `off`
+            never does. With them router logits are float32, so in bfloat16 a near tie may go the other way.
         tolerance: largest relative distance between the model's routers and the predictor's.
     """
 
@@ -40,6 +52,7 @@ class Policy:
     decode_window: int = 1
     measure: bool = False
     experts_implementation: str | None = EXPERTS_IMPLEMENTATION
+    kernels: Literal["auto", "off"] = "auto"
     tolerance: float = FINGERPRINT_TOLERANCE
 
     def __post_init__(self) -> None:
@@ -48,6 +61,14 @@ class Policy:
                 raise ValueError(f"unknown {name} {getattr(self, name)!r}: choose one of {', '.join(get_args(known))}")
         if self.decode_window < 1:
             raise ValueError(f"decode_window {self.decode_window} is below 1: give the longest decoding input")
+        if self.kernels not in ("auto", "off"):
+            raise ValueError(f"kernels {self.kernels!r} is unknown: choose auto or off")
+
+    @property
+    def is_base(self) -> bool:
+        """Whether this is the paper's method, which is what the front kernel computes."""
+        parts = (self.ranking, self.fill, self.denominator)
+        return parts == ("removal_cost", "backfill", "native") and not self.measure
 
 
 @dataclass(frozen=True)
@@ -71,15 +92,30 @@ class Stats:
 
 
 class Step(NamedTuple):
-    """The rows of one forward pass; `counted` is bool [], true when it is a decode step."""
+    """The rows of one forward pass.
+
+    Attributes:
+        rows: their kinds, as selection in torch reads them.
+        counted: bool [], true when it is a decode step.
+        raw: int32 [T], the kinds as the front kernel reads them.
+    """
 
     rows: RowKinds
     counted: Tensor
+    raw: Tensor
 
     @classmethod
     def of(cls, rows: Tensor) -> Step:
         kinds = RowKinds.of(rows)
-        return cls(kinds, ~kinds.silent.all() & ~kinds.mixed)
+        return cls(kinds, ~kinds.silent.all() & ~kinds.mixed, rows.int().contiguous())
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (*self.rows, self.counted, self.raw)
+
+    def to(self, device: torch.device) -> Step:
+        silent, real, mixed, counted, raw = (part.to(device) for part in self.tensors)
+        return Step(RowKinds(silent, real, mixed), counted, raw)
 
 
 def routed_log_energy(experts: nn.Module, z: Tensor, ids: Tensor) -> Tensor:
@@ -119,16 +155,48 @@ class Session:
     def set_rows(self, rows: Tensor | None) -> None:
         """Says what the rows of the coming forward passes are, instead of looking at the model's input.
 
+        A second call for as many rows writes into the tensors of the first, so that a captured CUDA graph follows it.
+
         Args:
             rows: int [T], 0 padding, 1 decode, 2 prefill; None ends it.
         """
-        self._fixed = None if rows is None else Step.of(rows)
+        if rows is None:
+            self._fixed = None
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            step = Step.of(rows.clone())
+            if self._fixed is None or self._fixed.raw.shape != rows.shape or self._fixed.raw.device != rows.device:
+                self._fixed = step
+                return
+            for old, new in zip(self._fixed.tensors, step.tensors, strict=True):
+                old.copy_(new)
+
+    def set_budget(self, budget: Budget | str | int) -> None:
+        """Puts another budget in force without opening anew. A captured CUDA graph of the front kernel follows it.
+
+        Raises:
+            ValueError: the budget does not fit, or restricts other layers than the one before.
+        """
+        budget = Budget.parse(budget)
+        limits = [budget.for_layer(layer.index) for layer in self.layers]
+        hooks = self._hooks if self._acts else []
+        same = [hook.limit is None for hook in hooks] == [limit.is_off for limit in limits]
+        if not same or self.budget.is_off:
+            raise ValueError(
+                f"budget {budget} restricts other layers than {self.budget}: leave this session and open another one"
+            )
+        for layer, limit in zip(self.layers, limits, strict=True):
+            limit.limit(layer.num_experts)
+        for hook, limit in zip(hooks, limits, strict=True):
+            hook.set_budget(limit)
+        self.budget = budget
 
     def stats(self) -> Stats:
         """What happened so far. Waits for the device."""
         if not self._acts:
             return Stats(0, None, None, None, 0, None)
-        return self._counters.stats(self.policy.measure)
+        fronts = [hook.front.state.counters for hook in self._hooks if hook.front is not None]
+        return self._counters.stats(self.policy.measure, fronts)
 
     def open(self) -> None:
         """Installs the hooks; with the budget off and nothing to measure there are none."""
@@ -147,7 +215,9 @@ class Session:
                 self._set_experts(self._host)
                 self._handles.append(self._host.register_forward_pre_hook(self._before, with_kwargs=True))
                 self._handles.append(self._host.register_forward_hook(self._after, always_call=True))
-            self._handles.extend(hook.layer.router.register_forward_hook(hook) for hook in self._hooks)
+            for hook in self._hooks:
+                self._handles.append(hook.layer.router.register_forward_hook(hook))
+                hook.replace_forward()
         except BaseException:
             self.close()
             raise
@@ -157,6 +227,8 @@ class Session:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for hook in self._hooks if self._acts else ():
+            hook.restore_forward()
         for layer in self.layers:
             if getattr(layer.router, "_base_session", None) is self:
                 del layer.router._base_session
@@ -181,7 +253,7 @@ class Session:
                 f"rows describe {known} rows, the router got {T}: call set_rows for this batch, or with None"
             )
         if step.rows.real.device != device:
-            step = Step(RowKinds(*(part.to(device) for part in step.rows)), step.counted.to(device))
+            step = step.to(device)
         return step
 
     def _set_experts(self, host: PreTrainedModel) -> None:
@@ -190,6 +262,8 @@ class Session:
             return
         if name == EXPERTS_IMPLEMENTATION:
             register_experts()
+            if self.policy.kernels == "off":
+                name = WITHOUT_KERNELS
         previous = host.get_experts_implementation()
         host.set_experts_implementation(name)
         self._previous_experts = previous
@@ -274,7 +348,11 @@ def _classify_packed(bounds: Tensor, positions: Tensor | None, T: int, decode_wi
 
 
 class _RouterHook:
-    """Replaces what one router returns. Holds everything that its layer needs on the layer's device."""
+    """Replaces what one router returns, or the router itself where the front kernel takes both in one launch.
+
+    Holds everything that its layer needs on the layer's device. Whether the kernel runs depends on shapes and dtypes
+    alone, so that what a CUDA graph captures stays true.
+    """
 
     def __init__(
         self, session: Session, slot: int, layer: MoELayer, budget: Budget, predictor: LayerPredictor | None
@@ -283,15 +361,64 @@ class _RouterHook:
         self.rule, self.bias = router_rule(layer), correction_bias(layer)
         self.limit = None if budget.is_off else budget.limit(layer.num_experts)
         self.tau = budget.tau
+        self.front: FrontRouter | None = None
+        self._fused = False
+        if (
+            self.limit is not None
+            and predictor is not None
+            and self.policy.kernels == "auto"
+            and self.policy.is_base
+            and triton_runs_on(layer.device)
+        ):
+            from backends.cuda.kernels.module import FrontRouter
+
+            if FrontRouter.takes(layer):
+                self.front = FrontRouter(layer, predictor, budget)
         if self.limit is not None and predictor is not None:
             if self.policy.ranking == "removal_cost":
                 # Transposed: on a CPU a product with [d, E] runs at twice the speed of one with [E, d].
                 self.weight = torch.tensor(predictor.weight.T.copy(), device=layer.device)
                 self.offset = torch.tensor(predictor.bias, device=layer.device)
+                keep_address(self.weight, self.offset)
             elif self.policy.ranking == "static_energy":
                 self.static = torch.tensor(predictor.static_log_energy(), device=layer.device)
 
+    def set_budget(self, budget: Budget) -> None:
+        self.limit = None if budget.is_off else budget.limit(self.layer.num_experts)
+        self.tau = budget.tau
+        if self.front is not None:
+            self.front.set_budget(budget)
+
+    def replace_forward(self) -> None:
+        """Puts the front kernel in the router's place, where there is one."""
+        if self.front is None:
+            return
+        self._stock_forward = self.layer.router.forward
+        self.layer.router.forward = self.forward  # type: ignore[method-assign]
+        # Another experts implementation would never take what the front leaves for it.
+        if self.session._host is None or self.policy.experts_implementation == EXPERTS_IMPLEMENTATION:
+            self.front.attach()
+
+    def restore_forward(self) -> None:
+        """Undoes `replace_forward`; a second call does nothing."""
+        if self.front is not None and self.layer.router.__dict__.get("forward") == self.forward:
+            del self.layer.router.forward
+            self.front.detach()
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The router's forward: native routing for prefill and large batches, the finished selection otherwise."""
+        assert self.front is not None
+        z = hidden_states.reshape(-1, hidden_states.shape[-1])
+        step = self.session.step_for(len(z), z.device)
+        self._fused = step is not None and self.front.takes_batch(z)
+        if step is None or not self._fused:
+            return self._stock_forward(hidden_states)
+        self.session._counters.pass_by(self.slot, step)
+        return self.front.route(z, step.raw)
+
     def __call__(self, router: nn.Module, args: tuple, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+        if self._fused:
+            return None
         logits, weights, ids = output
         step = self.session.step_for(len(ids), ids.device)
         if step is None:
@@ -354,17 +481,24 @@ def retained_energy(ids: Tensor, weights: Tensor, log_energy: Tensor, silent: Te
 
 
 class _Counters:
-    """Totals over decode steps, on the device. A step is over when its last MoE layer has been recorded."""
+    """Totals over decode steps, on the device. A step is over when its last MoE layer has been recorded or passed by.
+
+    The front kernel counts for itself: a layer that it routes is passed by here. Which layers are does not depend on
+    any tensor's value, so they are kept in a list of Python.
+    """
 
     def __init__(self, L: int, E: int, device: torch.device) -> None:
         self.layers = L
+        self.recorded: list[int] = []
         self.active = torch.zeros(L, E, dtype=torch.bool, device=device)
         self.union = torch.zeros(L, E, dtype=torch.bool, device=device)
         self.fell_back = torch.zeros(L, dtype=torch.bool, device=device)
         self.retained = torch.ones(L, device=device)
-        self.totals = torch.zeros(4, dtype=torch.int64, device=device)  # steps, active, union, fallbacks
+        self.totals = torch.zeros(4, dtype=torch.int64, device=device)  # (step, layer) pairs, active, union, fallbacks
         self.most = torch.zeros((), dtype=torch.int64, device=device)
         self.retained_total = torch.zeros((), dtype=torch.float64, device=device)
+        keep_address(self.active, self.union, self.fell_back, self.retained)
+        keep_address(self.totals, self.most, self.retained_total)
 
     @torch.no_grad()
     def record(
@@ -376,30 +510,55 @@ class _Counters:
         fell_back: Tensor | None = None,
         retained: Tensor | None = None,
     ) -> None:
+        self._begin(slot)
         self.active[slot].copy_(active)
         self.union[slot].copy_(union)
         if fell_back is not None:
             self.fell_back[slot].copy_(fell_back)
         if retained is not None:
             self.retained[slot].copy_(retained)
-        if slot == self.layers - 1:
-            self._add(step.counted.to(self.active.device))
+        self.recorded.append(slot)
+        self._end(slot, step)
 
-    def _add(self, counted: Tensor) -> None:
-        sizes = self.active.sum(1)
+    @torch.no_grad()
+    def pass_by(self, slot: int, step: Step) -> None:
+        """Nothing to record of this layer, but the step may be over."""
+        self._begin(slot)
+        self._end(slot, step)
+
+    def _begin(self, slot: int) -> None:
+        if slot == 0:
+            self.recorded.clear()  # of a step that was not finished
+
+    def _end(self, slot: int, step: Step) -> None:
+        if slot < self.layers - 1 or not self.recorded:
+            return
+        counted = step.counted.to(self.active.device)
+        whole = len(self.recorded) == self.layers
+        for part in [slice(0, self.layers)] if whole else [slice(i, i + 1) for i in self.recorded]:
+            self._add(counted, part)
+        self.recorded.clear()
+
+    def _add(self, counted: Tensor, part: slice) -> None:
+        sizes = self.active[part].sum(1)
         self.totals += counted * torch.stack(
-            (torch.ones_like(self.most), sizes.sum(), self.union.sum(), self.fell_back.sum())
+            (torch.full_like(self.most, len(sizes)), sizes.sum(), self.union[part].sum(), self.fell_back[part].sum())
         )
         self.most.copy_(torch.maximum(self.most, counted * sizes.amax()))
-        self.retained_total += counted * self.retained.sum()
+        self.retained_total += counted * self.retained[part].sum()
 
-    def stats(self, measured: bool) -> Stats:
-        steps, active, union, fallbacks = self.totals.tolist()
-        if steps == 0:
+    def stats(self, measured: bool, fronts: list[Tensor]) -> Stats:
+        """Together with the counters of the front kernels, int64 [5] each, see `FrontState`."""
+        pairs, active, union, fallbacks = self.totals.tolist()
+        most = int(self.most.item())
+        for counters in fronts:
+            front_steps, front_fallbacks, front_active, front_union, front_most = counters.tolist()
+            pairs, fallbacks = pairs + front_steps, fallbacks + front_fallbacks
+            active, union, most = active + front_active, union + front_union, max(most, front_most)
+        if pairs == 0:
             return Stats(0, None, None, None, 0, None)
-        pairs = steps * self.layers
         retained = self.retained_total.item() / pairs if measured else None
-        return Stats(steps, active / pairs, int(self.most.item()), union / pairs, fallbacks, retained)
+        return Stats(pairs // self.layers, active / pairs, most, union / pairs, fallbacks, retained)
 
 
 def _check(layers: list[MoELayer], predictor: Predictor | None, budget: Budget, policy: Policy) -> None:

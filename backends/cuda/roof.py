@@ -47,16 +47,11 @@ def cached_seconds(device: torch.device, dtype: torch.dtype, hidden_size: int, c
     N = max(64, CACHED_BYTES // (hidden_size * dtype.itemsize) // 64 * 64)
     matrix = torch.ones(1, N, hidden_size, dtype=dtype, device=device)
     x = torch.ones(sum(counts), hidden_size, dtype=dtype, device=device)
-    if device.type == "cpu":
-        rows, sizes = np.arange(len(x)), np.asarray(counts, np.int64)
-        groups = Groups(rows, rows, np.zeros_like(sizes), sizes.cumsum() - sizes, sizes)
+    rows, sizes = np.arange(len(x)), np.asarray(counts, np.int64)
+    groups = Groups(rows, rows, np.zeros_like(sizes), sizes.cumsum() - sizes, sizes)
 
-        def work() -> Tensor:
-            return grouped_linear(x, matrix, groups, len(x))
-    else:
-
-        def work() -> Tensor:
-            return x @ matrix[0].T
+    def work() -> Tensor:
+        return grouped_linear(x, matrix, groups, len(x))
 
     work()
     return statistics.median(seconds(work, device) for _ in range(REPETITIONS)) / matrix.numel()

@@ -115,7 +115,6 @@ def select_no_sync(
         ValueError: an energy ranking without `log_energy`.
     """
     T, E = scores.shape
-    k = ids.shape[1]
     index = ids.long()
     preference = scores if preference is None else preference
     if rows is None:
@@ -127,6 +126,25 @@ def select_no_sync(
     fell_back = (cost - cost).any()  # of an infinite or undefined cost this is NaN, which counts as true
     active = _active_set(cost, union, limit, tau, groups, mixed | fell_back)
 
+    ids, weights = fill_no_sync(scores, ids, weights, active, preference, real, fill, denominator)
+    return TorchSelection(ids, weights, active, cost, union, fell_back)
+
+
+def fill_no_sync(
+    scores: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    active: Tensor,
+    preference: Tensor,
+    real: Tensor,
+    fill: Fill,
+    denominator: Denominator,
+) -> tuple[Tensor, Tensor]:
+    """Ids and weights [T, k] that the rows execute inside `active`, bool [E]; `real`, bool [T, 1], is no padding.
+
+    The other arguments are those of `select_no_sync`. Rows whose native experts are all active keep them bit for bit.
+    """
+    k, index = ids.shape[1], ids.long()
     is_active = active.take(index)
     spare = active.byte().argmax()
     if fill == "backfill":
@@ -144,13 +162,9 @@ def select_no_sync(
     share = torch.where(mass > 0, executed / mass, 0.0)
 
     keeps_native = is_active.all(1, keepdim=True) & real
-    return TorchSelection(
+    return (
         torch.where(keeps_native, ids, torch.where(filled, chosen, spare).to(ids.dtype)),
         torch.where(keeps_native, weights, (share * weights.float().sum(1, keepdim=True)).to(weights.dtype)),
-        active,
-        cost,
-        union,
-        fell_back,
     )
 
 

@@ -320,5 +320,5 @@ def _sweep_text(model: ModelRows) -> str:
     return (
         f"{text} It comes to {', '.join(f'{n:.1f} at {batch}' for batch, n in sorted(ours.items()))} experts; the "
         f"paper, which matches speed, has M = {', '.join(f'{n} at {batch}' for batch, n in budgets.items())} on "
-        f"{paper.TABLE_1[model.model_type].name}."
+        f"{paper.TABLE_1[model.model_type].name} (its picture was not at hand, its budgets are)."
     )

@@ -6,8 +6,9 @@ import hashlib
 import json
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import CancelledError, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -176,15 +177,22 @@ def _run_in(pool: ProcessPoolExecutor, units: Iterable[Unit]) -> Iterator[tuple[
         yield futures[future], future.result()
 
 
-_own: list[Subject] = []
+_own: list[tuple[Event, Subject]] = []
 
 
-def start_worker(make: Callable[..., Subject], *args: Any) -> None:
-    """Begins a process of a pool: one thread, its own copy of the subject, which `make(*args)` gives, and no Ctrl-C."""
+def start_worker(stop: Event, make: Callable[..., Subject], *args: Any) -> None:
+    """Begins a process of a pool: one thread, its own copy of the subject, which `make(*args)` gives, and no Ctrl-C.
+
+    Args:
+        stop: once it is set, units that a pool has already handed out are not begun.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    _own[:] = [make(*args)]
+    _own[:] = [(stop, make(*args))]
 
 
 def _work(unit: Unit) -> Row:
-    return run_unit(_own[0], unit)
+    stop, subject = _own[0]
+    if stop.is_set():
+        raise CancelledError
+    return run_unit(subject, unit)

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -38,6 +38,7 @@ from backends.cuda.kernels.front import (
     front_kernel,
     front_shape,
 )
+from backends.cuda.shapes import SHAPES
 
 KILOBYTE = 1024
 ARCHITECTURES = {
@@ -67,22 +68,6 @@ RESIDENT = 2
 """Programs of `gate_up` and `down` that must fit one sm_90 multiprocessor's shared memory."""
 
 
-class Shape(NamedTuple):
-    """A model's MoE layer: E experts, k a row, width d = H, expert width I, and whether it is stored as gpt-oss's."""
-
-    E: int
-    k: int
-    H: int
-    I: int  # noqa: E741
-    gpt_oss: bool = False
-
-
-SHAPES = {
-    "qwen3-30b-a3b": Shape(128, 8, 2048, 768),
-    "qwen1.5-moe": Shape(60, 4, 2048, 1408),
-    "deepseek-v2-lite": Shape(64, 6, 2048, 1408),
-    "gpt-oss-120b": Shape(128, 4, 2880, 2880, gpt_oss=True),
-}
 ROWS = (16, 32, 64)
 
 
@@ -132,7 +117,7 @@ POINTERS = {
 def builds(shape_name: str, *, hip: bool = False, fp16: bool = False) -> Iterator[Build]:
     """Every kernel that a model of this shape runs, at the largest batch of each block size."""
     shape = SHAPES[shape_name]
-    E, k, H, I, gpt_oss = shape  # noqa: E741
+    (E, k, H, I), gpt_oss = shape.widths, shape.gpt_oss  # noqa: E741
     rule = dict(
         E=E,
         K=k,
@@ -254,7 +239,7 @@ HEADER = """# Kernel resources
 
 What the compiler gives each Triton kernel of the CUDA backend, for every supported GPU and the shapes of four models.
 No GPU is needed to make this table and no figure in it is a time: **on a GPU the kernels are not yet measured**.
-`python -m backends.cuda.gpu_check` measures them in one run of six minutes. Its targets: {targets}.
+`base-moe gpu-check` measures them in one run of six minutes; [gpu.md](gpu.md) has its targets.
 
 Made with Triton {version} by `python -m backends.cuda.kernels.resources`; every test run holds a part of it to the
 limits (`tests/backends/cuda/kernels/test_resources.py`). bfloat16; fp16 takes the same instructions.
@@ -271,11 +256,8 @@ limits (`tests/backends/cuda/kernels/test_resources.py`). bfloat16; fp16 takes t
 
 def table(results: list[tuple[Build, str, Resources]]) -> str:
     """The Markdown table, one block per architecture."""
-    from backends.cuda.gpu_check import TARGETS
-
     lines = [
         HEADER.format(
-            targets=TARGETS,
             version=triton.__version__,
             front=REGISTERS["front"],
             experts=REGISTERS["gate_up"],

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from backends.cuda import bench, roof
-from backends.cuda.bench import RoutedStack, Samples, Shape, Variant, parse_budgets, random_predictor, rows_by_expert
+from backends.cuda.bench import RoutedStack, Samples, Shape, Variant, parse_budgets, predictor_for, rows_by_expert
 from backends.cuda.cpu_linear import cpu_path
 from backends.cuda.experts import register_experts
 from base_core import Budget
@@ -95,7 +95,7 @@ def test_rates_follow_from_time_and_bytes():
 @torch.inference_mode()
 def test_stock_and_dense_agree_and_budgets_leave_no_trace(model_type):
     stack = tiny_stack(model_type)
-    predictor = random_predictor(stack, 0)
+    predictor = predictor_for(stack, 0)
     x = torch.randn(8, 64)
     outputs = {}
     for variant in (Variant("stock"), Variant("dense"), Variant("base", Budget.parse("4")), Variant("dense")):
@@ -109,14 +109,14 @@ def test_stock_and_dense_agree_and_budgets_leave_no_trace(model_type):
 @torch.inference_mode()
 def test_rows_by_expert():
     stack = tiny_stack()
-    predictor = random_predictor(stack, 0)
+    predictor = predictor_for(stack, 0)
     x = torch.randn(8, 64)
     with Variant("dense").applied(stack, predictor):
-        dense = rows_by_expert(stack, x)
+        dense = rows_by_expert(stack, lambda: stack(x))
     assert [sum(layer) for layer in dense] == [8 * 4] * 2
     assert dense == [_counts(layer, x) for layer in stack.layers]
     with Variant("base", Budget.parse("5")).applied(stack, predictor):
-        assert [len(layer) for layer in rows_by_expert(stack, x)] == [5, 5]
+        assert [len(layer) for layer in rows_by_expert(stack, lambda: stack(x))] == [5, 5]
 
 
 def _counts(layer, x):

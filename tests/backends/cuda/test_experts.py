@@ -237,6 +237,7 @@ def test_kernel_reads_each_matrix_of_a_group_once(path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_linear, "_kernel", Library)
         patch.setattr(cpu_linear, "_has_kernel", lambda: True)
+        patch.setattr(cpu_linear, "_has_bfloat16_units", lambda: False)  # with them torch multiplies instead
         grouped_linear(hidden, weight, groups, ids.numel())
     assert calls == [7]
 
@@ -284,7 +285,8 @@ def test_rounding_and_special_values():
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("n", [1, 3, 70])
-def test_widening_in_chunks(n, transposed):
+def test_widening_in_chunks(n, transposed, monkeypatch):
+    monkeypatch.setattr(cpu_linear, "_has_bfloat16_units", lambda: False)  # with them nothing is widened
     x, matrix = torch.randn(n, D).bfloat16(), torch.randn(D, I).bfloat16()
     given = matrix if transposed else matrix.T.contiguous()
     out = linear_float32(x, given, torch.full((28, given.shape[1]), torch.nan), transposed=transposed)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from contextlib import contextmanager
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -16,9 +18,21 @@ from backends.cuda.integration import classify_rows, retained_energy
 from base_core import Budget, BudgetError, PredictorError, load_plan, route, save_plan, select
 from base_core.selection import DECODE, PADDING, PREFILL
 from tests.backends.cuda.no_sync import NoSync
-from tests.backends.cuda.tiny import EOS, MODEL_TYPES, PAD, VOCABULARY, make_model, make_predictor
+from tests.backends.cuda.tiny import (
+    EOS,
+    MODEL_TYPES,
+    NEW,
+    PAD,
+    B,
+    L,
+    generate,
+    hooks_of,
+    make_model,
+    make_predictor,
+    prompts,
+    spy,
+)
 
-B, L, NEW = 6, 5, 6
 M = 3
 
 
@@ -48,42 +62,6 @@ def model_of(model_type: str = "qwen3_moe"):
 @functools.cache
 def predictor_of(model_type: str = "qwen3_moe"):
     return make_predictor(model_of(model_type))
-
-
-def prompts(padded: bool = False) -> dict[str, torch.Tensor]:
-    ids = torch.randint(2, VOCABULARY, (B, L), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    if padded:
-        for row in range(B):
-            mask[row, : row % L] = 0
-        ids = ids * mask + PAD * (1 - mask)
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def generate(model, padded: bool = False, **options) -> torch.Tensor:
-    # Without a stop: a random model would also sample the padding token, which stands for a finished row.
-    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "suppress_tokens": [PAD], "do_sample": False, **options}
-    with torch.no_grad():
-        return model.generate(**prompts(padded), **options)
-
-
-@contextmanager
-def spy(model):
-    """Records (layer, ids, weights) of every call of an experts module."""
-    calls: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-    handles = [
-        layer.experts.register_forward_pre_hook(
-            lambda module, args, index=layer.index: calls.append((index, args[1].clone(), args[2].clone()))
-        )
-        for layer in find_moe_layers(model)
-    ]
-    yield calls
-    for handle in handles:
-        handle.remove()
-
-
-def hooks_of(model) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -323,6 +301,7 @@ def test_a_plan_gives_each_layer_its_own_budget(tmp_path):
         (("own", M), {"fill": "guess"}, "unknown fill"),
         (("own", M), {"decode_window": 0}, "decode_window 0"),
         (("own", M), {"colour": "red"}, "colour"),
+        (("own", M), {"kernels": "metal"}, "kernels 'metal'"),
         (("own", M), {"experts_implementation": "nonsense"}, "nonsense"),
     ],
 )
@@ -406,6 +385,20 @@ def test_blocks_without_a_model():
         with pytest.raises(ValueError, match="4 rows, the router got 6"):
             blocks[0](z)
         assert session.stats().steps == 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [(M, "off", "restricts other layers"), ("off", M, "restricts other layers"), (M, 17, r"outside 1\.\.16")],
+)
+def test_a_budget_that_cannot_follow_is_refused(first, second, message):
+    model = model_of()
+    with base_budget(model, predictor_of(), first) as session:
+        tokens = generate(model)
+        with pytest.raises(ValueError, match=message):
+            session.set_budget(second)
+        assert session.budget == Budget.parse(first)
+        assert torch.equal(generate(model), tokens)
 
 
 def test_given_rows_replace_the_model_s_own():
@@ -561,3 +554,21 @@ def test_bfloat16_models():
     with base_budget(model, make_predictor(model), M) as session:
         generate(model)
     assert session.stats().active_max <= M
+
+
+def test_without_triton():
+    """A machine that has no Triton runs budgets all the same."""
+    program = """
+import sys
+sys.modules["triton"] = None
+import torch
+from backends.cuda import base_budget
+from tests.backends.cuda.tiny import generate, make_model, make_predictor
+model = make_model()
+with base_budget(model, make_predictor(model), 3) as session:
+    generate(model)
+print(session.stats().active_max, "backends.cuda.kernels" in sys.modules)
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["3", "False"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from base_core import Card, LayerPredictor, Predictor
 
 EOS, PAD = 1, 0
 VOCABULARY = 64
+B, L, NEW = 6, 5, 6
 COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -98,6 +100,42 @@ def make_predictor(model: PreTrainedModel, seed: int = 0, **changes) -> Predicto
             for layer in layers
         },
     )
+
+
+def prompts(padded: bool = False) -> dict[str, torch.Tensor]:
+    ids = torch.randint(2, VOCABULARY, (B, L), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    if padded:
+        for row in range(B):
+            mask[row, : row % L] = 0
+        ids = ids * mask + PAD * (1 - mask)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model, padded: bool = False, **options) -> torch.Tensor:
+    # Without a stop: a random model would also sample the padding token, which stands for a finished row.
+    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "suppress_tokens": [PAD], "do_sample": False, **options}
+    with torch.no_grad():
+        return model.generate(**prompts(padded), **options)
+
+
+@contextmanager
+def spy(model):
+    """Records (layer, ids, weights) of every call of an experts module."""
+    calls: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+    handles = [
+        layer.experts.register_forward_pre_hook(
+            lambda module, args, index=layer.index: calls.append((index, args[1].clone(), args[2].clone()))
+        )
+        for layer in find_moe_layers(model)
+    ]
+    yield calls
+    for handle in handles:
+        handle.remove()
+
+
+def hooks_of(model) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
 def save_checkpoint(folder: Path, **changes) -> PreTrainedModel:

@@ -58,6 +58,9 @@ def check(z, first, second, ids, weights, biases, layout):
     ("T", "E", "k", "H", "I", "layout", "dtype"),
     [
         (1, 60, 4, 128, 64, ExpertsLayout(), torch.bfloat16),
+        (2, 64, 6, 64, 32, ExpertsLayout(), torch.bfloat16),
+        (16, 128, 8, 64, 32, GPT_OSS, torch.float32),
+        (33, 256, 2, 32, 32, ExpertsLayout(), torch.float16),
         (2, 6, 4, 600, 100, ExpertsLayout(), torch.float32),
         (5, 9, 6, 72, 40, GPT_OSS, torch.bfloat16),
         (16, 12, 8, 128, 96, ExpertsLayout(), torch.float32),

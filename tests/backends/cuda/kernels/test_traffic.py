@@ -11,11 +11,15 @@ import numpy as np  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
+from backends.cuda.experts import EXPERTS_IMPLEMENTATION, register_experts  # noqa: E402
+from backends.cuda.families import find_moe_layers  # noqa: E402
+from backends.cuda.integration import base_budget  # noqa: E402
 from backends.cuda.kernels.collect import collect  # noqa: E402
 from backends.cuda.kernels.experts import MAX_TILES, ExpertsLayout, down, experts, gate_up, layer_traffic  # noqa: E402
 from backends.cuda.kernels.front import FrontState, budget_value, front, front_traffic  # noqa: E402
 from base_core.budget import Budget  # noqa: E402
 from base_core.routing import RouterRule  # noqa: E402
+from tests.backends.cuda.tiny import make_model, make_predictor  # noqa: E402
 
 pytestmark = pytest.mark.interpreter
 
@@ -157,4 +161,21 @@ def test_launches_of_a_layer(monkeypatch, T, launches):
         routed = front(z, weight, bias, rows, value, state, RouterRule(4))
         experts(z, first, second, routed.active, routed.count, routed.combine, tickets, ExpertsLayout())
     assert len(counted.kernels) == launches, counted.kernels
+    assert not counted.operators
+
+
+@pytest.mark.parametrize("T", [1, 16, 32])
+@torch.no_grad()
+def test_launches_of_a_layer_in_a_model(monkeypatch, T):
+    """transformers' own block under a budget: three launches, and nothing of torch between them."""
+    (block,) = (layer.mlp for layer in make_model(num_hidden_layers=1).model.layers)
+    find_moe_layers(block)[0].experts.config._experts_implementation = EXPERTS_IMPLEMENTATION
+    register_experts()
+    with base_budget(block, make_predictor(block), 3) as session:
+        session.set_rows(torch.ones(T, dtype=torch.int32))
+        z = torch.randn(T, 1, 32)
+        block(z)
+        with Launches(monkeypatch) as counted:
+            block(z)
+    assert counted.kernels == ["front_kernel", "gate_up_kernel", "down_kernel"]
     assert not counted.operators
