@@ -1,10 +1,15 @@
 """`base-moe plan`: shares experts out over the layers so that the predicted damage in all is least.
 
-Two things are measured on calibration prompts. A layer's curve: the share of a step's removal cost that its M best
-experts do not hold, averaged over the decode steps of a dense run. And its sensitivity: how far the model's next-token
-distribution moves (KL, nats a token) for the share lost, when this layer alone is under the budget. Their product is the
-damage of M. It falls ever more slowly as M grows, since experts come in the order of their cost; giving the next expert
-to the layer that it helps most is therefore the best allocation of any total.
+A layer's curve is the share of a step's predicted removal cost that its M best experts do not hold, averaged over the
+decode steps of a dense run on calibration prompts. The damage of M is the curve times the layer's weight, one of:
+
+share  1: a share of one layer's cost counts as much as the same share of another's
+cost   the mean removal cost of a step in that layer: what counts is the squared error itself
+kl     how far the model's next-token distribution moves (KL, nats a token) for a share lost when this layer alone is
+       under the budget; takes one more run for each layer
+
+A curve falls ever more slowly as M grows, since experts come in the order of their cost. With convex curves, giving the
+next expert to the layer that it helps most, again and again, is the best allocation of any total.
 """
 
 from __future__ import annotations
@@ -34,6 +39,8 @@ DEFAULT_PROMPTS = 512
 DEFAULT_BATCH = 16
 DEFAULT_MAX_TOKENS = 12
 TRAINING_SEED = 2
+WEIGHINGS = ("kl", "share", "cost")
+DEFAULT_WEIGHING = WEIGHINGS[0]
 DESCRIPTION = "Makes a budget plan: so many experts a layer on average, more where they matter more."
 
 
@@ -52,6 +59,7 @@ class CurveRecorder:
     def __init__(self, predictor: Predictor) -> None:
         self.predictor = predictor
         self._lost: dict[int, NDArray[np.float64]] = {}
+        self._cost: dict[int, float] = {}
         self._steps: dict[int, int] = {}
 
     def log_energy(self, layer: int, z: NDArray, true: NDArray | None) -> NDArray:
@@ -63,8 +71,9 @@ class CurveRecorder:
         routing, E = step.routing, step.num_experts
         assert step.log_energy is not None
         cost = removal_cost(routing.ids, routing.weights, step.log_energy, step.rows == DECODE, E)
-        total = cost.sum(dtype=np.float64)
+        total = float(cost.sum(dtype=np.float64))
         if total > 0:
+            self._cost[layer] = self._cost.get(layer, 0.0) + total
             held = np.concatenate(([0], np.cumsum(np.sort(cost)[::-1], dtype=np.float64))) / total
             self._lost[layer] = self._lost.get(layer, 0) + (1 - held)
             self._steps[layer] = self._steps.get(layer, 0) + 1
@@ -72,7 +81,13 @@ class CurveRecorder:
 
     @property
     def curves(self) -> Curves:
+        """See the class."""
         return {layer: lost / self._steps[layer] for layer, lost in sorted(self._lost.items())}
+
+    @property
+    def mean_cost(self) -> dict[int, float]:
+        """By layer, the mean removal cost of all experts of a step."""
+        return {layer: cost / self._steps[layer] for layer, cost in self._cost.items()}
 
 
 class OneLayer:
@@ -92,33 +107,47 @@ class OneLayer:
         return self.inner(layer, step) if layer == self.layer else run_policy("dense", step, Budget())
 
 
-def record_curves(subject: Subject, batch: int) -> Curves:
-    """By layer the mean share of cost lost, [E + 1], from one dense run over the subject's prompts."""
+def record_curves(subject: Subject, batch: int) -> CurveRecorder:
+    """The curves and mean costs of all layers, from one dense run over the subject's prompts."""
     assert subject.predictor is not None
     recorder = CurveRecorder(subject.predictor)
     subject.engine.decode(recorder, subject.decoding(batch), subject.queues(batch, MIXED))
-    return recorder.curves
+    return recorder
 
 
-def record_damage(subject: Subject, batch: int, experts: int) -> Curves:
-    """By layer what a budget of M does to the model's output, KL in nats a token: [E + 1].
-
-    Args:
-        experts: the budget at which the layers' sensitivities are measured, near the plan's mean.
-    """
-    reference, damage = subject.reference(), {}
-    for layer, curve in record_curves(subject, batch).items():
+def divergence_by_layer(subject: Subject, batch: int, experts: int) -> dict[int, float]:
+    """By layer the KL to the dense model, nats a token along its answers, with that layer alone under the budget."""
+    reference, rule = subject.reference(), subject.rule(Variant("base", str(experts)))
+    found = {}
+    for layer in (layer.index for layer in subject.engine.layers):
         judge = Judge(reference)
         subject.engine.decode(
-            OneLayer(subject.rule(Variant("base", str(experts))), layer),
+            OneLayer(rule, layer),
             subject.decoding(batch),
             subject.queues(batch, MIXED),
             forced=reference.tokens,
             on_logits=judge,
         )
-        lost = curve[experts]
-        damage[layer] = curve * (judge.kl / judge.count / lost if lost > 0 else 0.0)
-    return damage
+        found[layer] = judge.kl / judge.count
+    return found
+
+
+def record_damage(subject: Subject, batch: int, experts: int, weighing: str = DEFAULT_WEIGHING) -> Curves:
+    """By layer the damage of a budget of M, [E + 1]; see the module's text.
+
+    Args:
+        experts: the budget at which `kl` is measured, near the plan's mean.
+        weighing: one of `WEIGHINGS`.
+    """
+    recorder = record_curves(subject, batch)
+    curves = recorder.curves
+    weight = dict.fromkeys(curves, 1.0)
+    if weighing == "cost":
+        weight = recorder.mean_cost
+    elif weighing == "kl":
+        divergence = divergence_by_layer(subject, batch, experts)
+        weight = {i: divergence[i] / curve[experts] if curve[experts] > 0 else 0.0 for i, curve in curves.items()}
+    return {i: curve * weight[i] for i, curve in curves.items()}
 
 
 def allocate(damage: Curves, total: int) -> dict[int, int]:
@@ -147,15 +176,20 @@ def allocate(damage: Curves, total: int) -> dict[int, int]:
     return given
 
 
-def make_plan(subject: Subject, batch: int, mean: float) -> tuple[dict[int, int], Curves]:
+def make_plan(
+    subject: Subject, batch: int, mean: float, weighing: str = DEFAULT_WEIGHING
+) -> tuple[dict[int, int], Curves]:
     """Experts of each layer, `mean` on average, and the damage curves that they come from.
+
+    Args:
+        weighing: one of `WEIGHINGS`.
 
     Raises:
         ValueError: a mean below 1 or above the number of experts.
     """
     if not 1 <= mean <= subject.num_experts:
         raise ValueError(f"--experts {mean:g} is outside 1..{subject.num_experts}, the experts of a layer")
-    damage = record_damage(subject, batch, max(1, round(mean)))
+    damage = record_damage(subject, batch, max(1, round(mean)), weighing)
     return allocate(damage, round(mean * len(damage))), damage
 
 
@@ -173,6 +207,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts-file", type=Path, metavar="FILE", help="JSONL with a prompt a line (default: the embedded tasks')"
     )
     parser.add_argument("--prompts", type=int, default=DEFAULT_PROMPTS, metavar="N", help="how many (%(default)s)")
+    parser.add_argument(
+        "--by", choices=WEIGHINGS, default=DEFAULT_WEIGHING, help="how layers are weighed (%(default)s)"
+    )
     parser.add_argument("--batch", type=int, default=DEFAULT_BATCH, metavar="N", help="decoded together (%(default)s)")
     parser.add_argument(
         "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="of an answer (%(default)s)"
@@ -196,7 +233,7 @@ def run(args: argparse.Namespace) -> None:
     subject = Subject(
         Path(source).name, source, predictor, calibration_prompts(args), max_tokens=args.max_tokens, progress=True
     )
-    given, damage = make_plan(subject, args.batch, args.experts)
+    given, damage = make_plan(subject, args.batch, args.experts, args.by)
     save_plan(args.out, plan_of(given).layers or {})
     print(describe(damage, given))
     print(f"plan written to {args.out}: use it as --budget plan:{args.out}")
@@ -216,8 +253,8 @@ def describe(damage: Curves, given: Mapping[int, int]) -> str:
     total, L = sum(given.values()), len(given)
     same = {layer: total // L + (i < total % L) for i, layer in enumerate(given)}
     body = [
-        (str(i), str(n), f"{damage[i][n]:.4f}", str(same[i]), f"{damage[i][same[i]]:.4f}") for i, n in given.items()
+        (str(i), str(n), f"{damage[i][n]:.4g}", str(same[i]), f"{damage[i][same[i]]:.4g}") for i, n in given.items()
     ]
-    sums = [f"{sum(damage[i][n] for i, n in own.items()):.4f}" for own in (given, same)]
+    sums = [f"{sum(damage[i][n] for i, n in own.items()):.4g}" for own in (given, same)]
     total_row = ("all", str(total), sums[0], str(total), sums[1])
-    return format_table([("layer", "plan", "KL, nats", "uniform", "KL, nats"), *body, total_row])
+    return format_table([("layer", "plan", "damage", "uniform", "damage"), *body, total_row])
