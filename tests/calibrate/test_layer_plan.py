@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -55,7 +56,9 @@ def test_allocation_by_hand():
 class Equal:
     """Every expert as energetic as any other."""
 
-    layers = {7: LayerPredictor(np.zeros((4, 2), np.float32), np.zeros(4, np.float32), np.ones(4, np.float32))}
+    layers: ClassVar = {
+        7: LayerPredictor(np.zeros((4, 2), np.float32), np.zeros(4, np.float32), np.ones(4, np.float32))
+    }
 
 
 def test_curves_by_hand():
