@@ -5,10 +5,12 @@ decode steps of a dense run on calibration prompts. The damage of M is the curve
 
 share  1: a share of one layer's cost counts as much as the same share of another's
 cost   the mean removal cost of a step in that layer: what counts is the squared error itself
+kl     how far the model's next-token distribution moves (KL, nats a token) for a share lost when this layer alone is
+       under the budget; takes one more run for each layer
 
-Measured on the embedded model, `share` is never worse than the same number everywhere and `cost` often is: later layers
-have larger outputs, and the removal cost with them. How far the model's output moves when one layer alone is restricted
-is no weight either, for that is not proportional to the share lost.
+On the embedded model `cost` starves the early layers, whose outputs are smaller, and loses to the same number everywhere;
+`share` is even with it. `kl` gains where few experts are read and loses where many are, for the divergence is not
+proportional to the share lost; its weights need some hundreds of prompts. The default is therefore `share`.
 
 A curve falls ever more slowly as M grows, since experts come in the order of their cost. With convex curves, giving the
 next expert to the layer that it helps most, again and again, is the best allocation of any total.
@@ -31,14 +33,17 @@ from base_core.embedded.tasks import examples
 from base_core.policies import Step, run_policy
 from base_core.report import format_table
 from base_core.selection import DECODE, Selection, removal_cost
+from calibrate.evaluation.metrics import Judge
 from calibrate.evaluation.prompt_file import Prompt, read_prompts
+from calibrate.evaluation.routing import Rule
 from calibrate.evaluation.subject import MIXED, Subject
+from calibrate.evaluation.variants import Variant
 
 DEFAULT_PROMPTS = 512
 DEFAULT_BATCH = 16
 DEFAULT_MAX_TOKENS = 12
 TRAINING_SEED = 2
-WEIGHINGS = ("share", "cost")
+WEIGHINGS = ("share", "cost", "kl")
 DEFAULT_WEIGHING = WEIGHINGS[0]
 DESCRIPTION = "Makes a budget plan: so many experts a layer on average, more where they matter more."
 
@@ -89,6 +94,23 @@ class CurveRecorder:
         return {layer: cost / self._steps[layer] for layer, cost in self._cost.items()}
 
 
+class OneLayer:
+    """A `Rule` that restricts one layer as `inner` does and leaves the others alone."""
+
+    reads_true_energy = False
+
+    def __init__(self, inner: Rule, layer: int) -> None:
+        self.inner, self.layer = inner, layer
+
+    def log_energy(self, layer: int, z: NDArray, true: NDArray | None) -> NDArray | None:
+        """See `Rule`."""
+        return self.inner.log_energy(layer, z, true) if layer == self.layer else None
+
+    def __call__(self, layer: int, step: Step) -> Selection:
+        """See `Rule`."""
+        return self.inner(layer, step) if layer == self.layer else run_policy("dense", step, Budget())
+
+
 def record_curves(subject: Subject, batch: int) -> CurveRecorder:
     """The curves and mean costs of all layers, from one dense run over the subject's prompts."""
     assert subject.predictor is not None
@@ -97,16 +119,39 @@ def record_curves(subject: Subject, batch: int) -> CurveRecorder:
     return recorder
 
 
-def record_damage(subject: Subject, batch: int, weighing: str = DEFAULT_WEIGHING) -> Curves:
+def divergence_by_layer(subject: Subject, batch: int, experts: int) -> dict[int, float]:
+    """By layer the KL to the dense model, nats a token along its answers, with that layer alone under the budget."""
+    reference, rule = subject.reference(), subject.rule(Variant("base", str(experts)))
+    found = {}
+    for layer in (layer.index for layer in subject.engine.layers):
+        judge = Judge(reference)
+        subject.engine.decode(
+            OneLayer(rule, layer),
+            subject.decoding(batch),
+            subject.queues(batch, MIXED),
+            forced=reference.tokens,
+            on_logits=judge,
+        )
+        found[layer] = judge.kl / judge.count
+    return found
+
+
+def record_damage(subject: Subject, batch: int, experts: int, weighing: str = DEFAULT_WEIGHING) -> Curves:
     """By layer the damage of a budget of M, [E + 1]; see the module's text.
 
     Args:
+        experts: the budget at which `kl` is measured, near the plan's mean.
         weighing: one of `WEIGHINGS`.
     """
     recorder = record_curves(subject, batch)
-    if weighing == "share":
-        return recorder.curves
-    return {i: curve * recorder.mean_cost[i] for i, curve in recorder.curves.items()}
+    curves = recorder.curves
+    weight = dict.fromkeys(curves, 1.0)
+    if weighing == "cost":
+        weight = recorder.mean_cost
+    elif weighing == "kl":
+        divergence = divergence_by_layer(subject, batch, experts)
+        weight = {i: divergence[i] / curve[experts] if curve[experts] > 0 else 0.0 for i, curve in curves.items()}
+    return {i: curve * weight[i] for i, curve in curves.items()}
 
 
 def allocate(damage: Curves, total: int) -> dict[int, int]:
@@ -148,7 +193,7 @@ def make_plan(
     """
     if not 1 <= mean <= subject.num_experts:
         raise ValueError(f"--experts {mean:g} is outside 1..{subject.num_experts}, the experts of a layer")
-    damage = record_damage(subject, batch, weighing)
+    damage = record_damage(subject, batch, max(1, round(mean)), weighing)
     return allocate(damage, round(mean * len(damage))), damage
 
 

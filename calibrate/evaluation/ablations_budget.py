@@ -37,9 +37,8 @@ SMALLEST_SHARE = 1e-6
 ABOUT = (
     "Equal mean active experts: each line is tuned on calibration prompts of the training split, in queues as long as "
     "the evaluation's, to the mean that the fixed budget M reads there. A line that reads over 1 % more than M on the "
-    "evaluation's prompts (`+`) is not counted as ahead or closer. *plan*: M experts a layer on average, shared out over "
-    "the layers by damage curves "
-    "weighed as named (`base-moe plan --by`). *energy*: `energy:TAU` in every layer and step. *share*: `share:SHARE`, "
+    "evaluation's prompts (`+`) is not counted as ahead or closer. *plan*: M experts a layer on average, shared out "
+    "over the layers by damage curves weighed as named (`base-moe plan --by`). *energy*: `energy:TAU` in every layer and step. *share*: `share:SHARE`, "
     "one threshold for all layers. *renormalise* and *scaled* are M with another denominator: the row's total shared "
     "out over what it executes, and the native weights of restricted rows times a factor for each layer, the "
     "least-squares one between the layer's output under M and the dense output. *ahead of uniform*: right answers, "
@@ -138,7 +137,7 @@ def variants(calibration: Calibration, experts: int) -> dict[str, Variant]:
     target = calibration.active_mean(fixed)
     found = {"uniform": fixed}
     for weighing in WEIGHINGS:
-        damage = record_damage(calibration.subject, BATCH, weighing)
+        damage = record_damage(calibration.subject, BATCH, experts, weighing)
         found[f"plan by {weighing}"] = Variant("base", write_layers(allocate(damage, experts * len(damage))))
     for form in ("energy", "share"):
         found[form] = Variant("base", tuned(calibration, form, target))
