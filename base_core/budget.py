@@ -4,6 +4,8 @@
 12.5%                  that share of the layer's experts, rounded up
 energy:0.98            as few experts as hold 98 % of the step's predicted removal cost
 energy:0.98,max=24     the same, but never more than 24
+share:0.01             the experts that hold at least 1 % of that cost each, one threshold for all layers
+share:0.01,max=24      the same, but never more than 24
 plan:FILE              a JSON plan with a budget of its own for each layer (a path ending in .json works too)
 off                    the stock model
 """
@@ -16,11 +18,14 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 
 from base_core.files import write_atomically
 
-FORMS = "a number (16), a percentage (12.5%), energy:TAU, energy:TAU,max=N, plan:FILE, or off"
+FORMS = "a number (16), a percentage (12.5%), energy:TAU, share:SHARE, either with ,max=N, plan:FILE, or off"
+SHARES = {"energy:": ("tau", "energy:0.98"), "share:": ("floor", "share:0.01")}
+"""Forms that begin with a share of the cost: the field of `Budget` that takes it, and an example."""
 PLAN_FORMAT = "base-moe-plan"
 PLAN_VERSION = 1
 
@@ -37,14 +42,17 @@ class Budget:
         experts: at most this many experts, or None.
         percent: at most this share of the experts, in percent, or None.
         tau: share of the removal cost to keep, in (0, 1], or None.
+        floor: share of the removal cost that an expert needs for itself, in (0, 1], or None; the largest always stays.
         layers: budget of each layer by layer index (a plan), or None.
 
-    With nothing set the budget is off. `experts` or `percent` beside `tau` is the cap of an energy budget.
+    With nothing set the budget is off. `experts` or `percent` beside `tau` or `floor` is a cap. `tau` and
+    `floor` exclude each other.
     """
 
     experts: int | None = None
     percent: float | None = None
     tau: float | None = None
+    floor: float | None = None
     layers: Mapping[int, Budget] | None = None
 
     @classmethod
@@ -65,16 +73,16 @@ class Budget:
             return cls()
         if text.startswith("plan:") or text.endswith(".json"):
             return load_plan(text.removeprefix("plan:"))
-        if text.startswith("energy:"):
-            share, separator, cap = text.removeprefix("energy:").partition(",")
-            if separator and not cap.strip().startswith("max="):
-                raise BudgetError(f"budget {text!r}: after the comma comes max=N, as in energy:0.98,max=24")
-            tau = _number(share, text)
-            if not 0 < tau <= 1:
-                raise BudgetError(f"budget {text!r}: the energy share {share} is outside (0, 1], try energy:0.98")
-            limit = _parse_limit(cap.strip().removeprefix("max="), text) if separator else cls()
-            return replace(limit, tau=tau)
+        for form, (field, example) in SHARES.items():
+            if text.startswith(form):
+                share, cap = _parse_share(text, form, example)
+                return replace(cap, tau=share) if field == "tau" else replace(cap, floor=share)
         return _parse_limit(text, text)
+
+    @property
+    def follows_cost(self) -> bool:
+        """True when the costs of a step say how many experts it reads, so that a small union may be cut too."""
+        return self.tau is not None or self.floor is not None
 
     @property
     def is_off(self) -> bool:
@@ -116,15 +124,27 @@ class Budget:
         if self.layers is not None:
             return "plan"
         limit = f"{self.percent:g}%" if self.percent is not None else "" if self.experts is None else str(self.experts)
-        if self.tau is None:
-            return limit or "off"
-        return f"energy:{self.tau:g}" + (f",max={limit}" if limit else "")
+        for form, (field, _) in SHARES.items():
+            share = getattr(self, field)
+            if share is not None:
+                return f"{form}{Decimal(str(float(share))).normalize():f}" + (f",max={limit}" if limit else "")
+        return limit or "off"
 
 
 def _number(text: str, budget: str) -> float:
     if not re.fullmatch(r"\s*[+-]?(\d+\.?\d*|\.\d+)\s*", text, re.ASCII):
         raise BudgetError(f"budget {budget!r} is not understood: give {FORMS}")
     return float(text)
+
+
+def _parse_share(text: str, form: str, example: str) -> tuple[float, Budget]:
+    share, separator, cap = text.removeprefix(form).partition(",")
+    if separator and not cap.strip().startswith("max="):
+        raise BudgetError(f"budget {text!r}: after the comma comes max=N, as in {example},max=24")
+    value = _number(share, text)
+    if not 0 < value <= 1:
+        raise BudgetError(f"budget {text!r}: the share {share} of the cost is outside (0, 1], try {example}")
+    return value, _parse_limit(cap.strip().removeprefix("max="), text) if separator else Budget()
 
 
 def _parse_limit(text: str, budget: str) -> Budget:

@@ -123,14 +123,16 @@ def active_set(
     group = groups[order]
     start = np.searchsorted(group, group)
     keep = (np.arange(E) - start < limits[group]) & (cost[order] > 0)
+    total = np.bincount(groups, weights=cost)
+    share = cost[order] / np.maximum(total, np.finfo(np.float64).tiny)[group]
+    if budget.floor is not None:
+        keep &= (share >= budget.floor) | (np.arange(E) == start)
     if budget.tau is not None and budget.tau < 1:
-        total = np.bincount(groups, weights=cost)
-        share = cost[order] / np.maximum(total, np.finfo(np.float64).tiny)[group]
         running = np.concatenate([[0.0], np.cumsum(share)])
         keep &= running[:-1] - running[start] < budget.tau
     active = np.zeros(E, bool)
     active[order] = keep
-    if budget.tau is None:
+    if not budget.follows_cost:
         fits = np.bincount(groups, weights=union, minlength=len(size)) <= limits
         active |= union & fits[groups]
     return active & union

@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str | dict[str, str], str]] = {
     ),
     "calibrate": ("calibrate.calibrate", "fit a predictor for a model on text"),
     "eval": ("calibrate.evaluate", "quality against cost for every policy: tables, figures, a report"),
+    "plan": ("calibrate.layer_plan", "share experts out over the layers by the damage that losing them does"),
     "inspect": ("calibrate.inspect", "print the card of a predictor"),
     "gpu-check": ("backends.cuda.gpu_check", "CUDA kernels against float64, races and layer times, on a GPU"),
 }

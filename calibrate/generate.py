@@ -25,7 +25,9 @@ DESCRIPTION = "Generates from a file of prompts in batches, every decode step un
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", required=True, metavar="FILE", help="one prompt a line, or JSONL; - is stdin")
-    parser.add_argument("--budget", default="off", help="16, 12.5%%, energy:0.98, plan:FILE or off (default: off)")
+    parser.add_argument(
+        "--budget", default="off", help="16, 12.5%%, energy:0.98, share:0.01, plan:FILE or off (default: off)"
+    )
     parser.add_argument("--model", metavar="PATH_OR_ID", help="checkpoint (default: the embedded model)")
     parser.add_argument(
         "--predictor", metavar="PATH_OR_ID", help=f"default: the embedded one, or {FILE_NAME} in the model's folder"

@@ -193,6 +193,10 @@ class Session:
             )
         for layer, limit in zip(self.layers, limits, strict=True):
             limit.limit(layer.num_experts)
+        if any(hook.front is not None and limit.floor is not None for hook, limit in zip(hooks, limits, strict=True)):
+            raise ValueError(
+                f"budget {budget} is not one that the front kernel of this session follows: leave it and open another"
+            )
         for hook, limit in zip(hooks, limits, strict=True):
             hook.set_budget(limit)
         self.budget = budget
@@ -366,11 +370,12 @@ class _RouterHook:
         self.session, self.slot, self.layer, self.policy = session, slot, layer, session.policy
         self.rule, self.bias = router_rule(layer), correction_bias(layer)
         self.limit = None if budget.is_off else budget.limit(layer.num_experts)
-        self.tau = budget.tau
+        self.tau, self.floor = budget.tau, budget.floor
         self.front: FrontRouter | None = None
         self._fused = False
         if (
             self.limit is not None
+            and self.floor is None
             and predictor is not None
             and self.policy.kernels == "auto"
             and self.policy.is_base
@@ -390,7 +395,7 @@ class _RouterHook:
 
     def set_budget(self, budget: Budget) -> None:
         self.limit = None if budget.is_off else budget.limit(self.layer.num_experts)
-        self.tau = budget.tau
+        self.tau, self.floor = budget.tau, budget.floor
         if self.front is not None:
             self.front.set_budget(budget)
 
@@ -445,6 +450,7 @@ class _RouterHook:
             self._log_energy(z, ids, true, logits.shape),
             self.limit,
             tau=self.tau,
+            floor=self.floor,
             preference=terms.preference,
             rows=step.rows,
             ranking=self.policy.ranking,

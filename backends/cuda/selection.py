@@ -102,6 +102,7 @@ def select_no_sync(
     limit: int | Tensor,
     *,
     tau: float | Tensor | None = None,
+    floor: float | Tensor | None = None,
     preference: Tensor | None = None,
     rows: Tensor | RowKinds | None = None,
     groups: Tensor | None = None,
@@ -120,6 +121,7 @@ def select_no_sync(
         log_energy: float [T, E], or [E] for all rows alike; the energy rankings need it.
         limit: most experts: an int, an int tensor [], or with groups also int [E], the limit of each expert's group.
         tau: share of the cost to keep (an energy budget), a float or a float64 tensor [].
+        floor: share of the cost that an expert needs for itself (a share budget), likewise; not beside `tau`.
         preference: float [T, E], what the router ranks by, -inf where a row may not go; `scores` when None.
         rows: int [T], 0 padding, 1 decode, 2 prefill; all decode when None. `RowKinds.of(rows)` serves all layers.
         groups: int [E], the expert-parallel rank of each expert; the budget then holds for each rank.
@@ -137,7 +139,7 @@ def select_no_sync(
     cost = _ranking_cost(ranking, index, weights, log_energy, preference, silent)
     union = native_union(index, real, E)
     fell_back = (cost - cost).any()  # of an infinite or undefined cost this is NaN, which counts as true
-    active = _active_set(cost, union, limit, tau, groups, mixed | fell_back)
+    active = _active_set(cost, union, limit, tau, floor, groups, mixed | fell_back)
 
     ids, weights = fill_no_sync(scores, ids, weights, active, preference, real, fill, denominator)
     return TorchSelection(ids, weights, active, cost, union, fell_back)
@@ -211,13 +213,14 @@ def _active_set(
     union: Tensor,
     limit: int | Tensor,
     tau: float | Tensor | None,
+    floor: float | Tensor | None,
     groups: Tensor | None,
     untouched: Tensor,
 ) -> Tensor:
     """bool [E]: what the budget keeps, largest cost first, ties to the lower index; the union where `untouched`."""
     E = len(cost)
     ranked, order = cost.sort(descending=True, stable=True)
-    if groups is None and tau is None and isinstance(limit, int):
+    if groups is None and tau is None and floor is None and isinstance(limit, int):
         # The common case, with the fewest launches.
         kept = torch.zeros_like(union).scatter_(0, order[:limit], ranked[:limit] > 0)
         return torch.where(untouched | (union.sum() <= limit), union, kept)
@@ -232,13 +235,17 @@ def _active_set(
         if isinstance(limit, Tensor) and limit.ndim == 1:
             limit = limit[order]
     keep = (place - start < limit) & (ranked > 0)
-    if tau is None:
+    if tau is None and floor is None:
         chosen = union[order]
         running = pad(chosen.cumsum(0), (1, 0))
         keep |= chosen & (running[end] - running[start] <= limit)
     else:
         ranked = ranked.double()
         total = ranked.sum() if groups is None else torch.where(group.unsqueeze(1) == group, ranked, 0.0).sum(1)
-        running = pad((ranked / total.clamp_min(torch.finfo(torch.float64).tiny)).cumsum(0), (1, 0))
-        keep &= (running[place] - running[start] < tau) | (tau >= 1)
+        share = ranked / total.clamp_min(torch.finfo(torch.float64).tiny)
+        if tau is None:
+            keep &= (share >= floor) | (place == start)
+        else:
+            running = pad(share.cumsum(0), (1, 0))
+            keep &= (running[place] - running[start] < tau) | (tau >= 1)
     return torch.where(untouched, union, torch.zeros_like(union).scatter_(0, order, keep))

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget",
         default=DEFAULT_BUDGET,
-        help="Experts that a layer may read in a decode step: 16, 12.5%%, energy:0.98, plan:FILE or off (default: off)",
+        help="Experts that a layer may read in a step: 16, 12.5%%, energy:0.98, share:0.01, plan:FILE or off (off)",
     )
     parser.add_argument("--draft-model", help="A smaller model of the same tokenizer, for speculative decoding")
     parser.add_argument(

@@ -156,6 +156,8 @@ class BudgetedLayer:
         self.most = budget.limit(self.moe.num_experts)
         self.limit = mx.array(self.most)
         self.tau = None if budget.tau is None else mx.array(budget.tau)
+        self.floor = None if budget.floor is None else mx.array(budget.floor)
+        self.follows_cost = budget.follows_cost
         mx.eval(self.limit)
 
     def restricts(self, shape: tuple[int, ...]) -> bool:
@@ -164,7 +166,7 @@ class BudgetedLayer:
         if self.session.in_prefill or shape[-2] > self.session.policy.decode_window or rows == 0:
             return False
         widest = min(self.moe.num_experts, rows * self.moe.experts_per_token)
-        return self.tau is not None or widest > self.most or self.session.policy.count_all
+        return self.follows_cost or widest > self.most or self.session.policy.count_all
 
     def _stack(self) -> None:
         router = self.moe.router
@@ -223,6 +225,7 @@ class BudgetedLayer:
             log_energy=log_energy,
             limit=self.limit,
             tau=self.tau,
+            floor=self.floor,
             preference=routing.preference.reshape(-1, E),
             rows=None if rows is None else mx.repeat(rows, x.shape[-2]),
             counters=self.counters,
@@ -311,7 +314,7 @@ class Session:
         """Whether the budget can change anything in a decode step of `rows` rows."""
         each = [(moe, self.budget.for_layer(moe.index)) for moe in self._found]
         return any(
-            own.tau is not None or min(moe.num_experts, rows * moe.experts_per_token) > own.limit(moe.num_experts)
+            own.follows_cost or min(moe.num_experts, rows * moe.experts_per_token) > own.limit(moe.num_experts)
             for moe, own in each
         )
 

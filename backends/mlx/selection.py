@@ -92,6 +92,7 @@ def select_no_sync(
     limit: int | mx.array,
     *,
     tau: float | mx.array | None = None,
+    floor: float | mx.array | None = None,
     preference: mx.array | None = None,
     rows: mx.array | None = None,
     counters: mx.array | None = None,
@@ -102,7 +103,8 @@ def select_no_sync(
     """One MoE layer, one step: see `base_core.select`, which it equals.
 
     Nothing is read back and no shape depends on a value: `async_eval` never waits and `mx.compile` may trace it. Pass
-    `limit` and `tau` as arrays there, for tracing freezes numbers. Inputs are not checked, except for their presence.
+    `limit`, `tau` and `floor` as arrays there, for tracing freezes numbers. Inputs are not checked, except for their
+    presence.
 
     Args:
         scores: float [T, E], positive router scores.
@@ -111,6 +113,7 @@ def select_no_sync(
         log_energy: float [T, E], or [E] for all rows alike, or `Predicted`; the energy rankings need it.
         limit: most experts, an int or an int array [].
         tau: share of the cost to keep (an energy budget).
+        floor: share of the cost that an expert needs for itself (a share budget); not beside `tau`.
         preference: float [T, E], what the router ranks by, -inf where a row may not go; `scores` when None.
         rows: int [T], 0 padding, 1 decode, 2 prefill; all decode when None.
         counters: int64 [5] that the step is added to, see `count_no_sync`.
@@ -131,7 +134,7 @@ def select_no_sync(
     )
     fell_back = mx.logical_not(mx.isfinite(cost).all())
     untouched = fell_back | (rows == PREFILL).any()
-    active = mx.where(untouched, union, _active_set(cost, union, limit, tau))
+    active = mx.where(untouched, union, _active_set(cost, union, limit, tau, floor))
 
     spare = mx.argmax(active.astype(mx.uint8))
     native = active[ids]
@@ -192,12 +195,21 @@ def _ranking_cost(
     return _sum_by_expert(ids, value, voting, E)
 
 
-def _active_set(cost: mx.array, union: mx.array, limit: int | mx.array, tau: float | mx.array | None) -> mx.array:
+def _active_set(
+    cost: mx.array,
+    union: mx.array,
+    limit: int | mx.array,
+    tau: float | mx.array | None,
+    floor: float | mx.array | None,
+) -> mx.array:
     """bool [E]: what the budget keeps, largest cost first; MLX's sort is stable, so ties go to the lower index."""
     order = mx.argsort(-cost)
     ranked, chosen = cost[order], union[order]
-    keep = (mx.arange(cost.size) < limit) & (ranked > 0)
-    if tau is None:
+    place = mx.arange(cost.size)
+    keep = (place < limit) & (ranked > 0)
+    if floor is not None:
+        keep = keep & ((ranked >= floor * ranked.sum()) | (place == 0))
+    elif tau is None:
         keep = keep | (chosen & (chosen.sum() <= limit))
     else:
         before = mx.cumsum(ranked, inclusive=False)

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--budget",
         default=DEFAULT_BUDGET,
-        help="Budget of requests that name none: 16, 12.5%%, energy:0.98, plan:FILE or off (default: off)",
+        help="Budget of requests that name none: 16, 12.5%%, energy:0.98, share:0.01, plan:FILE or off (default: off)",
     )
     add_stock_arguments(parser, stock_parser())
 
@@ -158,7 +158,7 @@ class BudgetedModelProvider(stock.ModelProvider):
         """
         if isinstance(text, str) and (text.strip().startswith("plan:") or text.strip().endswith(".json")):
             raise BudgetError(
-                f"budget {text!r} is a file of the server: give a number, a percentage, energy:TAU or off"
+                f"budget {text!r} is a file of the server: give a number, a percentage, energy:TAU, share:SHARE or off"
             )
         budget = Budget.parse(text)  # type: ignore[arg-type]
         self.check(budget)

@@ -35,7 +35,9 @@ def check_offered(policies: Sequence[str], budgets: Sequence[str]) -> None:
             )
     for budget in budgets:
         if budget.startswith(UNION):
-            raise ValueError(f"--backend mlx does not offer budget {budget!r}: give numbers, percentages or energy:TAU")
+            raise ValueError(
+                f"--backend mlx does not offer budget {budget!r}: give numbers, percentages, energy:TAU or share:SHARE"
+            )
 
 
 def evaluate_mlx(

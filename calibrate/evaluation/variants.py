@@ -12,11 +12,14 @@ from numpy.typing import NDArray
 from base_core import Budget, Predictor
 from base_core.policies import RivalCalibration, Step, run_policy
 from base_core.selection import Selection
+from calibrate.evaluation.scaling import read_scales, scale_restricted
 
 UNION = "union:"
 """Prefix of the evaluation's own budget form: `union:2` allows, in every layer and step, as many experts as the union
 of each row's two most preferred ones has. It makes policies comparable at exactly equal active experts (paper table 2).
 """
+LAYERS = "layers:"
+"""Prefix of a budget plan written out, as `layers:0=9,1=12`, so that a row says all of it and depends on no file."""
 READS = {"base": "predicted", "static_energy": "static", "oracle": "true"}
 """Which log-energies a policy reads."""
 
@@ -27,9 +30,10 @@ class Variant:
 
     Attributes:
         policy: a name of `base_core.policies.POLICIES`.
-        budget: in the forms of `base_core.budget`, or `union:n`; `off` for policies that size their active set
-            themselves, and beside `like`.
-        options: of the policy; `similarity` (frobenius, cosine or cka) names SERE's matrix.
+        budget: in the forms of `base_core.budget`, `union:n` or `layers:...`; `off` for policies that size
+            their active set themselves, and beside `like`.
+        options: of the policy; `similarity` (frobenius, cosine or cka) names SERE's matrix, and `scale` gives factors
+            as `calibrate.evaluation.scaling` writes them.
         like: in every layer and step as many experts are allowed as this other variant would have read of the same
             rows; it needs no true energies.
     """
@@ -67,6 +71,7 @@ class VariantRule:
         self.reads_true_energy = self.reads == "true"
         self.options = dict(variant.options)
         similarity = self.options.pop("similarity", "frobenius")
+        self.scales = read_scales(self.options.pop("scale", ""))
         self.calibration = {} if rivals is None else rivals[similarity]
         self.predictor = predictor
         if self.reads in ("predicted", "static") and predictor is None:
@@ -75,6 +80,8 @@ class VariantRule:
         self.first, self.budget = None, Budget()
         if variant.budget.startswith(UNION):
             self.first = union_size(variant.budget)
+        elif variant.budget.startswith(LAYERS):
+            self.budget = read_layers(variant.budget)
         else:
             self.budget = Budget.parse(variant.budget)
             if self.budget.layers is None:
@@ -99,7 +106,19 @@ class VariantRule:
             budget = Budget(experts=int(step.members(step.ranked_ids[:, : self.first]).sum()))
         else:
             budget = self.budget.for_layer(layer)
-        return run_policy(self.policy, step, budget, **self.options)
+        selection = run_policy(self.policy, step, budget, **self.options)
+        return scale_restricted(selection, step, self.scales[layer]) if layer in self.scales else selection
+
+
+def write_layers(given: Mapping[int, int]) -> str:
+    """Experts of each layer as a budget `layers:...`."""
+    return LAYERS + ",".join(f"{layer}={experts}" for layer, experts in sorted(given.items()))
+
+
+def read_layers(budget: str) -> Budget:
+    """The plan that `write_layers` wrote out."""
+    pairs = (pair.split("=") for pair in budget.removeprefix(LAYERS).split(","))
+    return Budget(layers={int(layer): Budget.parse(experts) for layer, experts in pairs})
 
 
 def union_size(budget: str) -> int:

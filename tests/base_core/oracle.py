@@ -30,14 +30,14 @@ def loop_cost(ranking, scores, ids, weights, log_energy, preference, rows):
     return cost
 
 
-def loop_active(cost, union, limit_of, tau, groups):
+def loop_active(cost, union, limit_of, tau, groups, floor=None):
     """`limit_of(size)` is the budget of one rank that holds `size` experts."""
     active = set()
     for g in sorted(set(groups)):
         members = [e for e in range(len(cost)) if groups[e] == g]
         limit = limit_of(len(members))
         voted = [e for e in members if union[e]]
-        if tau is None and len(voted) <= limit:
+        if tau is None and floor is None and len(voted) <= limit:
             active.update(voted)
             continue
         order = [e for e in sorted(members, key=lambda e: (-cost[e], e)) if cost[e] > 0]
@@ -46,13 +46,28 @@ def loop_active(cost, union, limit_of, tau, groups):
         for n, e in enumerate(order):
             if n >= limit or (tau is not None and tau < 1 and kept >= tau * total):
                 break
+            if floor is not None and n > 0 and float(cost[e]) < floor * total:
+                break
             active.add(e)
             kept += float(cost[e])
     return active
 
 
 def loop_select(
-    scores, ids, weights, log_energy, limit_of, tau, preference, rows, groups, ranking, fill, denominator, off=False
+    scores,
+    ids,
+    weights,
+    log_energy,
+    limit_of,
+    tau,
+    preference,
+    rows,
+    groups,
+    ranking,
+    fill,
+    denominator,
+    off=False,
+    floor=None,
 ):
     """Returns ids, weights, active (a set) and cost."""
     T, E = scores.shape
@@ -67,7 +82,7 @@ def loop_select(
     if 2 in rows or not all(math.isfinite(c) for c in cost):
         active = {e for e in range(E) if union[e]}
     else:
-        active = loop_active(cost, union, limit_of, tau, groups)
+        active = loop_active(cost, union, limit_of, tau, groups, floor)
     out_ids, out_weights = ids.copy(), weights.copy()
     for t in range(T):
         if rows[t] == 0:

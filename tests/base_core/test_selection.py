@@ -27,7 +27,7 @@ def run(case, budget, **changes):
     )
 
 
-def decision_margin(cost, active, tau, groups):
+def decision_margin(cost, active, tau, groups, floor):
     """How far a cost or a running sum is from changing the active set, relative to its rank's total."""
     margin = np.inf
     for g in set(groups.tolist()):
@@ -37,16 +37,21 @@ def decision_margin(cost, active, tau, groups):
         gaps = [own[kept].min() - own[~kept].max()] if kept.any() and not kept.all() else []
         if tau is not None:
             gaps += [abs(r - tau * own.sum()) for r in np.cumsum(-np.sort(-own))]
+        if floor is not None:
+            gaps += [abs(c - floor * own.sum()) for c in own]
         margin = min([margin, *(abs(gap) / own.sum() for gap in gaps)])
     return margin
 
 
 def budgets(E):
     return st.one_of(
-        st.integers(1, E).map(lambda m: (str(m), lambda n, m=m: min(m, n), None)),
-        st.integers(1, 100).map(lambda p: (f"{p}%", lambda n, p=p: max(1, math.ceil(n * p / 100)), None)),
+        st.integers(1, E).map(lambda m: (str(m), lambda n, m=m: min(m, n), None, None)),
+        st.integers(1, 100).map(lambda p: (f"{p}%", lambda n, p=p: max(1, math.ceil(n * p / 100)), None, None)),
         st.tuples(st.sampled_from([0.3, 0.9, 0.98, 1.0]), st.integers(1, E)).map(
-            lambda x: (f"energy:{x[0]},max={x[1]}", lambda n, m=x[1]: min(m, n), x[0])
+            lambda x: (f"energy:{x[0]},max={x[1]}", lambda n, m=x[1]: min(m, n), x[0], None)
+        ),
+        st.tuples(st.sampled_from([1e-4, 0.01, 0.05, 0.2, 1.0]), st.integers(1, E)).map(
+            lambda x: (f"share:{x[0]},max={x[1]}", lambda n, m=x[1]: min(m, n), None, x[0])
         ),
     )
 
@@ -57,16 +62,16 @@ def test_equals_the_loop_oracle(data):
     case = data.draw(cases())
     routing = case["routing"]
     E = routing.scores.shape[1]
-    text, limit_of, tau = data.draw(budgets(E))
+    text, limit_of, tau, floor = data.draw(budgets(E))
     got = run(case, text)
     groups = np.zeros(E, int) if case["groups"] is None else case["groups"]
     ids, weights, active, cost = loop_select(
         routing.scores, routing.ids, routing.weights, case["log_energy"], limit_of, tau, routing.preference,
-        case["rows"], groups, case["ranking"], case["fill"], case["denominator"],
+        case["rows"], groups, case["ranking"], case["fill"], case["denominator"], floor=floor,
     )  # fmt: skip
     np.testing.assert_allclose(got.cost, cost, rtol=TOLERANCE, atol=1e-30)
     if set(np.flatnonzero(got.active)) != active:
-        assert decision_margin(cost, got.active, tau, groups) < TOLERANCE
+        assert decision_margin(cost, got.active, tau, groups, floor) < TOLERANCE
         return
     np.testing.assert_array_equal(got.ids, ids)
     np.testing.assert_allclose(got.weights, weights, rtol=TOLERANCE, atol=1e-12)
@@ -78,7 +83,7 @@ def test_invariants(data):
     case = data.draw(cases())
     routing, rows = case["routing"], case["rows"]
     E = routing.scores.shape[1]
-    text, limit_of, _ = data.draw(budgets(E))
+    text, limit_of, *_ = data.draw(budgets(E))
     got = run(case, text)
     assert got.ids.shape == routing.ids.shape and got.weights.shape == routing.weights.shape
     assert got.ids.dtype == routing.ids.dtype and got.weights.dtype == routing.weights.dtype

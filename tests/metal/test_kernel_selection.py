@@ -224,6 +224,7 @@ def test_other_rankings(launches):
     compare({**case, "log_energy": None}, "7", 2e-6, ranking="squared_weight")
     for ranking in ("weight_sum", "top1_union"):
         assert kernel.select(**case, limit=7, ranking=ranking) is None
+    assert kernel.select(**case, limit=7, floor=mx.array(0.02)) is None
     with pytest.raises(ValueError, match="needs log_energy"):
         kernel.select(**{**case, "log_energy": None}, limit=7)
 

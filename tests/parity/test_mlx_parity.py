@@ -43,6 +43,7 @@ def cases(draw):
             st.integers(1, E).map(str),
             st.sampled_from(["10%", "50%", "100%", "energy:0.5", "energy:0.9", "energy:1"]),
             st.integers(1, E).map(lambda n: f"energy:0.8,max={n}"),
+            st.sampled_from(["share:0.001", "share:0.03", "share:0.2", "share:1", "share:0.02,max=1"]),
         )
     )
     ranking = draw(st.sampled_from(["removal_cost", "static_energy", "weight_sum", "squared_weight", "top1_union"]))
@@ -60,6 +61,9 @@ def undecided(cost: np.ndarray, budget: Budget) -> bool:
     gaps = ranked[:-1] - ranked[1:]
     if ((gaps > 0) & (gaps <= 2e-5 * ranked[:-1])).any():
         return True
+    if budget.floor is not None:
+        bar = budget.floor * ranked.sum()
+        return bool((np.abs(ranked - bar) <= 2e-5 * bar).any())
     if budget.tau is None or budget.tau == 1:
         return False
     running = np.cumsum(ranked)
@@ -76,6 +80,7 @@ def test_select_twin_equals_reference(case):
         *map(mx.array, (scores, ids, weights, energy)),
         mx.array(budget.limit(scores.shape[1])),
         tau=budget.tau,
+        floor=budget.floor,
         preference=mx.array(preference),
         rows=mx.array(rows),
         **choices,
@@ -91,7 +96,20 @@ def test_select_twin_equals_reference(case):
     assert np.isin(np.array(got.ids), np.flatnonzero(expected.active)).all() or not expected.active.any()
 
 
-BUDGETS = ("off", "64", "16", "8", "5", "3", "1", "50%", "energy:0.9", "energy:0.5,max=6")
+BUDGETS = (
+    "off",
+    "64",
+    "16",
+    "8",
+    "5",
+    "3",
+    "1",
+    "50%",
+    "energy:0.9",
+    "energy:0.5,max=6",
+    "share:0.03",
+    "share:0.01,max=8",
+)
 
 
 @pytest.fixture(scope="module")

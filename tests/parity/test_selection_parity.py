@@ -85,6 +85,7 @@ def run_torch(case: Case) -> Result:
         torch.from_numpy(case.log_energy),
         limit if isinstance(limit, int) else torch.from_numpy(limit),
         tau=case.budget.tau,
+        floor=case.budget.floor,
         preference=torch.from_numpy(case.preference),
         rows=torch.from_numpy(case.rows),
         groups=None if case.groups is None else torch.from_numpy(case.groups),
@@ -156,6 +157,7 @@ def cases(draw) -> Case:
         st.one_of(
             st.integers(1, E).map(str),
             st.sampled_from(["1", str(E), "10%", "50%", "energy:0.5", "energy:0.9", "energy:1", "energy:0.95,max=3"]),
+            st.sampled_from(["share:0.001", "share:0.03", "share:0.2", "share:1", "share:0.02,max=3"]),
         )
     )
     return Case(
@@ -206,6 +208,10 @@ def is_decided(case: Case, expected: Result) -> bool:
         if case.budget.tau is not None and case.budget.tau < 1:
             share = np.cumsum(-np.sort(-cost[member])) / max(cost[member].sum(), 1e-300)
             if (np.abs(share - case.budget.tau) < RELATIVE).any():
+                return False
+        if case.budget.floor is not None:
+            bar = case.budget.floor * cost[member].sum()
+            if (np.abs(cost[member] - bar) <= RELATIVE * bar).any() and bar > 0:
                 return False
     return True
 
@@ -279,6 +285,10 @@ WIDE = np.where(RANKS == 0, 50.0, -50.0).astype(np.float32) + np.zeros((16, 1), 
         pytest.param(batch(weights=np.full((16, 4), 0.25, np.float32), ranking="weight_sum", exact=True), id="ties"),
         pytest.param(batch(preference=np.full((16, 60), 0.5, np.float32)), id="indifferent router"),
         pytest.param(batch(budget=Budget.parse("energy:0.9")), id="energy budget"),
+        pytest.param(batch(budget=Budget.parse("share:0.02")), id="share budget"),
+        pytest.param(batch(budget=Budget.parse("share:1")), id="only the largest"),
+        pytest.param(batch(budget=Budget.parse("share:0.001,max=5")), id="share budget with a cap"),
+        pytest.param(batch(log_energy=WIDE, budget=Budget.parse("share:0.05"), groups=RANKS), id="share by rank"),
         pytest.param(batch(log_energy=WIDE, budget=Budget.parse("energy:1")), id="all energy, however small"),
         pytest.param(batch(log_energy=WIDE, budget=Budget.parse("energy:0.9"), groups=RANKS), id="a faint rank"),
     ],

@@ -97,7 +97,13 @@ class FrontTraffic(NamedTuple):
 
 
 def budget_value(budget: Budget, num_experts: int, device: torch.device | str = "cpu") -> Tensor:
-    """The device form of one layer's budget, float32 [2]: limit and tau. Overwrite it in place to change the budget."""
+    """The device form of one layer's budget, float32 [2]: limit and tau. Overwrite it in place to change the budget.
+
+    Raises:
+        ValueError: a share budget, which the front does not compute.
+    """
+    if budget.floor is not None:
+        raise ValueError(f"the front does not compute budget {budget}: leave it to select_no_sync")
     tau = NO_TAU if budget.tau is None else budget.tau
     return torch.tensor([budget.limit(num_experts), tau], dtype=torch.float32, device=device)
 

@@ -368,6 +368,7 @@ def select(
     limit: int | mx.array,
     *,
     tau: float | mx.array | None = None,
+    floor: float | mx.array | None = None,
     preference: mx.array | None = None,
     rows: mx.array | None = None,
     counters: mx.array | None = None,
@@ -384,20 +385,21 @@ def select(
         log_energy: as in `select_no_sync`; ignored by `squared_weight`.
         limit: most experts, an int or an int array [].
         tau: share of the cost to keep, in (0, 1], a float or a float array []; None for a plain limit.
+        floor: of a share budget, which the kernel leaves to the operations.
         preference: float [T, E], -inf where a row may not go; `scores` when None.
         rows: int [T], 0 padding, 1 decode, 2 prefill; all decode when None.
         counters: int64 [5] that the step is added to; zeros when None.
 
     Returns:
         MlxSelection with its counters, up to LISTED_ROWS rows with row lists. None where the kernel has no answer:
-        other rankings, more experts, rows or slots.
+        other rankings, share budgets, more experts, rows or slots.
 
     Raises:
         ValueError: an energy ranking without `log_energy`.
     """
     T, K = ids.shape
     E = scores.shape[1]
-    if ranking not in ("removal_cost", "static_energy", "squared_weight"):
+    if floor is not None or ranking not in ("removal_cost", "static_energy", "squared_weight"):
         return None
     if E > MAX_EXPERTS or K > MAX_SLOTS or not 1 <= T <= MAX_ROWS:
         return None

@@ -13,6 +13,8 @@ T, E, K = 16, 60, 4
 VARIANTS = {
     "base": {},
     "energy": {"tau": 0.9},
+    "share": {"floor": 0.02},
+    "share by group": {"groups": torch.arange(E) % 3, "floor": 0.02},
     "groups": {"groups": torch.arange(E) % 3},
     "energy by group": {"groups": torch.arange(E) % 3, "tau": 0.9},
     "drop": {"ranking": "weight_sum", "fill": "drop"},

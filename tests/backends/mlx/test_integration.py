@@ -60,7 +60,7 @@ def test_off_and_wide_budgets_are_bit_equal_to_stock(family, quantisation, build
 
 
 @pytest.mark.parametrize("quantisation", (None, "affine4"))
-@pytest.mark.parametrize("budget", (2, "energy:0.6"))
+@pytest.mark.parametrize("budget", (2, "energy:0.6", "share:0.15"))
 def test_block_executes_the_reference_selection(family, quantisation, budget, build):
     model, predictor = build(family, quantisation)
     layer = find_moe_layers(model)[0]

@@ -178,6 +178,20 @@ def test_budgets_change_in_place():
     assert not torch.equal(auto[0], auto[2])
 
 
+def test_share_budgets_are_left_to_torch(calls):
+    model = model_of()
+    found = []
+    for kernels in ("auto", "off"):
+        with base_budget(model, predictor_of(), "share:0.2", kernels=kernels) as session:
+            found.append((generate(model), session.stats()))
+    (auto, stats), (off, off_stats) = found
+    assert torch.equal(auto, off) and stats == off_stats
+    assert calls.front == 0 < calls.collected
+    assert stats.steps == NEW - 1 and 1 <= stats.active_mean < stats.union_mean
+    with base_budget(model, predictor_of(), M) as session, pytest.raises(ValueError, match="front kernel"):
+        session.set_budget("share:0.2")
+
+
 def test_a_plan_with_a_layer_left_alone(tmp_path):
     model = model_of()
     save_plan(tmp_path / "plan.json", {0: Budget.parse("off"), 1: Budget.parse(2)})
