@@ -96,7 +96,7 @@ def test_prefill_is_left_alone(eager):
     assert max(len(record["emitted"]) for record in prefill) > 3 * BUDGET
 
 
-@pytest.mark.parametrize("budget", [BUDGET, 16, "energy:0.9,max=12"])
+@pytest.mark.parametrize("budget", [BUDGET, 16, "energy:0.9,max=12", "share:0.03"])
 def test_tokens_equal_the_pytorch_path(budget, eager, run_engine, checkpoint, groups, prompts, stock):
     """Sixteen requests arrive together in both, so every step has the same rows."""
     ran = eager if budget == BUDGET else run_engine(checkpoint, groups, base=base(budget))

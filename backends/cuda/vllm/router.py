@@ -51,7 +51,7 @@ class LayerBudget:
         device = counters.device
         E = len(predictor.bias)
         self._rule, self._correction, self._rows, self._counters = rule, correction, rows, counters
-        self._tau = budget.tau
+        self._tau, self._floor = budget.tau, budget.floor
         self._limit: int | Tensor = budget.limit(E)
         self._groups: Tensor | None = None
         with torch.inference_mode(False):
@@ -77,6 +77,7 @@ class LayerBudget:
             predicted_log_energy(z[:, :d], self._weight, self._offset),
             self._limit,
             tau=self._tau,
+            floor=self._floor,
             preference=terms.preference,
             rows=self._rows.first(len(ids)),
             groups=self._groups,
