@@ -8,8 +8,8 @@ cost   the mean removal cost of a step in that layer: what counts is the squared
 kl     how far the model's next-token distribution moves (KL, nats a token) for a share lost when this layer alone is
        under the budget; takes one more run for each layer
 
-On the embedded model `cost` starves the early layers, whose outputs are smaller, and loses to the same number everywhere;
-`share` is even with it. `kl` gains where few experts are read and loses where many are, for the divergence is not
+On the embedded model `cost` starves the early layers, whose outputs are smaller, and loses to the same number
+everywhere; `share` is even with it. `kl` gains where few experts are read and loses where many are, for the divergence is not
 proportional to the share lost; its weights need some hundreds of prompts. The default is therefore `share`.
 
 A curve falls ever more slowly as M grows, since experts come in the order of their cost. With convex curves, giving the
