@@ -9,8 +9,9 @@ kl     how far the model's next-token distribution moves (KL, nats a token) for 
        under the budget; takes one more run for each layer
 
 On the embedded model `cost` starves the early layers, whose outputs are smaller, and loses to the same number
-everywhere; `share` is even with it. `kl` gains where few experts are read and loses where many are, for the divergence is not
-proportional to the share lost; its weights need some hundreds of prompts. The default is therefore `share`.
+everywhere; `share` is even with it. `kl` gains where few experts are read and loses where many are, for the
+divergence is not proportional to the share lost; its weights need some hundreds of prompts. The default is therefore
+`share`.
 
 A curve falls ever more slowly as M grows, since experts come in the order of their cost. With convex curves, giving the
 next expert to the layer that it helps most, again and again, is the best allocation of any total.

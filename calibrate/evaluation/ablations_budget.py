@@ -39,10 +39,10 @@ ABOUT = (
     "the evaluation's, to the mean that the fixed budget M reads there. A line that reads over 1 % more than M on the "
     "evaluation's prompts (`+`) is not counted as ahead or closer. *plan*: M experts a layer on average, shared out "
     "over the layers by damage curves weighed as named (`base-moe plan --by`). *energy*: `energy:TAU` in every layer "
-    "and step. *share*: `share:SHARE`, one threshold for all layers. *renormalise* and *scaled* are M with another denominator: the row's total shared "
-    "out over what it executes, and the native weights of restricted rows times a factor for each layer, the "
-    "least-squares one between the layer's output under M and the dense output. *ahead of uniform*: right answers, "
-    "paired by prompt, with the 95 % interval."
+    "and step. *share*: `share:SHARE`, one threshold for all layers. *renormalise* and *scaled* are M with another "
+    "denominator: the row's total shared out over what it executes, and the native weights of restricted rows times a "
+    "factor for each layer, the least-squares one between the layer's output under M and the dense output. *ahead of "
+    "uniform*: right answers, paired by prompt, with the 95 % interval."
 )
 
 
