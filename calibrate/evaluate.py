@@ -23,7 +23,7 @@ from base_core.embedded.tasks import STOP, evaluation_examples, examples
 from base_core.policies import POLICIES
 from base_core.report import format_table, write_report
 from base_core.rivals import load_rivals, save_rivals
-from calibrate.evaluation import plan, report, tables
+from calibrate.evaluation import ablations_budget, plan, report, tables
 from calibrate.evaluation.matching import StepCost
 from calibrate.evaluation.prompt_file import Prompt, read_prompts
 from calibrate.evaluation.report import ModelRows
@@ -368,13 +368,23 @@ def _evaluate_embedded(name: str, args: argparse.Namespace) -> ModelRows:
         main_rows, one_task_rows, sweep_rows = (
             run_units(subject, units, store, bar, pool) for units in (main, one_task, sweep)
         )
+        bar.set_postfix_str("tuning budgets on calibration prompts")
+        calibration = Subject(
+            PREFIX + name,
+            model_path(name),
+            predictor_path(name),
+            ablations_budget.calibration_prompts(),
+            max_tokens=args.max_tokens,
+            dtype="float32",
+        )
+        ablation = ablations_budget.run_ablation(subject, calibration, store, bar, pool)
     facts = (
         f"{len(subject.engine.layers)} MoE layers of {subject.num_experts} experts, {subject.k} a token, width "
         f"{subject.model.config.hidden_size}; {'normalised' if subject.normalises else 'raw'} routing weights."
     )
     if not subject.normalises:
         facts += " Rivals that renormalise share out the native total of each row, which here is below 1."
-    return ModelRows(name, budgets, main_rows, one_task_rows, sweep_rows, facts)
+    return ModelRows(name, budgets, main_rows, one_task_rows, sweep_rows, ablation, facts)
 
 
 @contextmanager

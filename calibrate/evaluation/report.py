@@ -8,7 +8,8 @@ from pathlib import Path
 
 from base_core.files import write_atomically
 from base_core.report import installed_versions
-from calibrate.evaluation import figures, paper, tables
+from calibrate.evaluation import ablations_budget, figures, paper, tables
+from calibrate.evaluation.ablations_budget import AblationRow
 from calibrate.evaluation.document import Block, Figure, Heading, Table, Text, to_html, to_markdown
 from calibrate.evaluation.matching import Comparison, StepCost
 from calibrate.evaluation.plan import REGIMES
@@ -58,6 +59,7 @@ class ModelRows:
         main: batches of 16, mixed tasks; dense comes first.
         one_task: batches of 16 with one task each.
         sweep: several batch sizes.
+        ablation: budgets that choose themselves, and denominators.
         facts: what is said about the model, a paragraph.
     """
 
@@ -66,12 +68,13 @@ class ModelRows:
     main: Sequence[Row]
     one_task: Sequence[Row]
     sweep: Sequence[Row]
+    ablation: Sequence[AblationRow]
     facts: str
 
     @property
     def rows(self) -> list[Row]:
         """All of them."""
-        return [*self.main, *self.one_task, *self.sweep]
+        return [*self.main, *self.one_task, *self.sweep, *(own.row for own in self.ablation)]
 
     @property
     def methods(self) -> list[Row]:
@@ -132,7 +135,7 @@ def full_report(models: Sequence[ModelRows], command: str, seconds: float | None
     ]
     for model in models:
         blocks += _model(model, cost)
-    return blocks
+    return blocks + ablations_budget.section({model.model_type: model.ablation for model in models})
 
 
 def write(folder: Path, blocks: Sequence[Block]) -> None:

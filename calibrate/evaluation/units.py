@@ -158,7 +158,7 @@ def run_units(
     rows = {unit.key: row for unit in units if store is not None and (row := store.find(unit)) is not None}
     if bar is not None:
         bar.update(len(rows))
-    missing = [unit for unit in units if unit.key not in rows]
+    missing = list({unit.key: unit for unit in units if unit.key not in rows}.values())
     for unit, row in _run_here(subject, missing) if pool is None else _run_in(pool, missing):
         rows[unit.key] = row
         if store is not None:

@@ -11,7 +11,7 @@ from base_core.policies import POLICIES
 from base_core.report import ROW_KEYS, report_row, wilson_interval
 from calibrate import evaluate as command
 from calibrate.cli import main
-from calibrate.evaluation import plan, units
+from calibrate.evaluation import ablations_budget, plan, units
 from calibrate.evaluation.plan import counterpart
 from calibrate.evaluation.units import pack_bits
 from calibrate.evaluation.variants import Variant
@@ -163,6 +163,9 @@ def whole(tmp_path_factory, rivals):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(units, "run_unit", stop_once)
         patch.setattr(command, "MODELS", ("qwen3_moe",))
+        few = ablations_budget.calibration_prompts(16)
+        patch.setattr(ablations_budget, "calibration_prompts", lambda: few)
+        patch.setattr(ablations_budget, "HALVINGS", 2)
         patch.setattr(command, "calibrate_embedded_rivals", lambda name, path: path.write_bytes(rivals.read_bytes()))
         assert main(argv) == 130
         assert main(argv) == 2
@@ -185,6 +188,7 @@ def test_whole_report_has_all_its_parts(whole):
         assert part in text and part in page, part
     assert page.count("<svg") == 3 and not re.search(r'(src|href)="', page.replace('xlink:href="#', ""))
     assert {path.stem for path in (out / "figures").iterdir()} == {"figure-1", "curves-qwen3_moe", "figure-3-qwen3_moe"}
+    assert "Budgets that choose themselves" in text and "plan by share, M=4 (tight)" in text
     assert not (out / "partial").exists()
 
 
