@@ -7,6 +7,7 @@ import io
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -140,7 +141,7 @@ def test_mlx_backend_is_asked_in_the_same_words(prompts, tmp_path, monkeypatch):
     out = tmp_path / "out.json"
     arguments = ["generate", "--backend", "mlx", "--prompts", str(prompts), "--budget", "8", "--json", str(out)]
     assert main([*arguments, "--dtype", "float32"]) == 0
-    assert seen["predictor"].name == "predictor.safetensors"
+    assert Path(seen["predictor"]).name == "predictor.safetensors"
     assert (seen["budget"], seen["dtype"], seen["batch"]) == ("8", "float32", 16)
     assert json.loads(out.read_text())["rows"][2] == {"prompt": "ABC", "text": "c", "tokens": 1}
 
