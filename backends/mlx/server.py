@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ from base_core.budget import Budget, BudgetError
 from base_core.embedded import resolve_model
 
 DEFAULT_BUDGET = "off"
+THREAD_END_SECONDS = 0.5
+"""A joined thread still frees what MLX compiled in it, and aborts the process if the interpreter is gone by then."""
 DESCRIPTION = "OpenAI-compatible server for a mixture-of-experts model under an expert budget (mlx_lm.server's flags)."
 
 
@@ -276,3 +279,4 @@ def serve(host: str, port: int, provider: BudgetedModelProvider) -> None:
             stock._run_http_server(host, port, generator, handler_class=BudgetedAPIHandler)
         finally:
             generator.stop_and_join()
+            time.sleep(THREAD_END_SECONDS)

@@ -20,8 +20,10 @@ from base_core.embedded import model_path
 pytest.importorskip("mlx.core")
 
 ROOT = Path(__file__).parents[3]
+# A shell's background jobs ignore Ctrl-C, and so would their children.
 START = (
-    "import argparse, sys; from backends.mlx import server; parser = argparse.ArgumentParser(); "
+    "import argparse, signal, sys; from backends.mlx import server; parser = argparse.ArgumentParser(); "
+    "signal.signal(signal.SIGINT, signal.default_int_handler); "
     "server.add_arguments(parser); server.run(parser.parse_args(sys.argv[1:]))"
 )
 
@@ -39,8 +41,6 @@ def start(*arguments: str) -> subprocess.Popen:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell's background jobs ignore it, and so would their children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
