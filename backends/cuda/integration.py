@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from backends.cuda.audit import Audit, AuditStats
 from backends.cuda.experts import (
     EXPERTS_IMPLEMENTATION,
     WITHOUT_KERNELS,
@@ -50,6 +51,9 @@ class Policy:
         kernels: `auto` routes and runs experts with the Triton kernels where Triton runs and they take the case; `off`
             never does. With them router logits are float32, so in bfloat16 a near tie may go the other way.
         tolerance: largest relative distance between the model's routers and the predictor's.
+        audit: every so many decode steps the executed experts run once more, for their true energies beside the
+            predicted ones, see `backends.cuda.audit`; 0 never. Audited steps select in torch.
+        audit_correct: the intercepts follow what the audit finds.
     """
 
     ranking: Ranking = "removal_cost"
@@ -60,6 +64,8 @@ class Policy:
     experts_implementation: str | None = EXPERTS_IMPLEMENTATION
     kernels: Literal["auto", "off"] = "auto"
     tolerance: float = FINGERPRINT_TOLERANCE
+    audit: int = 0
+    audit_correct: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("ranking", Ranking), ("fill", Fill), ("denominator", Denominator)):
@@ -69,6 +75,12 @@ class Policy:
             raise ValueError(f"decode_window {self.decode_window} is below 1: give the longest decoding input")
         if self.kernels not in ("auto", "off"):
             raise ValueError(f"kernels {self.kernels!r} is unknown: choose auto or off")
+        if self.audit < 0 or (self.audit_correct and not self.audit):
+            raise ValueError(
+                f"audit {self.audit}: give 1 or more decode steps between two audits, or 0 and no correction"
+            )
+        if self.audit and self.ranking != "removal_cost":
+            raise ValueError(f"audit compares predicted energies, which ranking {self.ranking!r} does not read")
 
     @property
     def is_base(self) -> bool:
@@ -87,6 +99,7 @@ class Stats:
         union_mean: experts that the rows would have read without a budget.
         fallbacks: (step, layer) pairs that kept native routing because a cost was not finite.
         retained_energy: true removal cost that the active sets hold, relative to the best sets of their size.
+        audit: what `Policy.audit` found.
     """
 
     steps: int
@@ -95,6 +108,7 @@ class Stats:
     union_mean: float | None
     fallbacks: int
     retained_energy: float | None
+    audit: AuditStats | None = None
 
 
 class Step(NamedTuple):
@@ -148,6 +162,7 @@ class Session:
         self._step: Step | None = None
         # A transformers model, wrapped or not, says what its rows are; bare blocks decode unless told otherwise.
         self._host = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+        self._audit: Audit | None = None
         limits = [budget.for_layer(layer.index) for layer in self.layers]
         self._acts = policy.measure or not all(limit.is_off for limit in limits)
         if self._acts:
@@ -157,6 +172,8 @@ class Session:
                     _RouterHook(self, slot, layer, limit, predictor.layers[layer.index] if predictor else None)
                     for slot, (layer, limit) in enumerate(zip(self.layers, limits, strict=True))
                 ]
+                if policy.audit and predictor is not None:
+                    self._audit = _make_audit(self.layers, predictor, policy, self._host)
 
     def set_rows(self, rows: Tensor | None) -> None:
         """Says what the rows of the coming forward passes are, instead of looking at the model's input.
@@ -206,7 +223,12 @@ class Session:
         if not self._acts:
             return Stats(0, None, None, None, 0, None)
         fronts = [hook.front.state.counters for hook in self._hooks if hook.front is not None]
-        return self._counters.stats(self.policy.measure, fronts)
+        stats = self._counters.stats(self.policy.measure, fronts)
+        if self._audit is None:
+            return stats
+        found = self._audit.stats()
+        found.warn()
+        return replace(stats, audit=found)
 
     def open(self) -> None:
         """Installs the hooks; with the budget off and nothing to measure there are none."""
@@ -246,6 +268,11 @@ class Session:
             self._host.set_experts_implementation(self._previous_experts)
             self._previous_experts = None
 
+    @property
+    def audit_due(self) -> Audit | None:
+        """The audit, where it takes the pass under way in."""
+        return self._audit if self._audit is not None and self._audit.due else None
+
     def step_for(self, T: int, device: torch.device) -> Step | None:
         """The step that a router with T rows is part of, or None when routing is to be left alone.
 
@@ -281,11 +308,13 @@ class Session:
     def _before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._fixed is not None:
             self._step = self._fixed
-            return
-        rows = classify_rows(
-            args[0] if args else kwargs.get("input_ids"), kwargs, self.policy.decode_window, end_tokens(model)
-        )
-        self._step = None if rows is None else Step.of(rows)
+        else:
+            rows = classify_rows(
+                args[0] if args else kwargs.get("input_ids"), kwargs, self.policy.decode_window, end_tokens(model)
+            )
+            self._step = None if rows is None else Step.of(rows)
+        if self._audit is not None:
+            self._audit.begin(self._step is not None)
 
     def _after(self, model: nn.Module, args: tuple, output: Any) -> None:
         self._step = None
@@ -420,7 +449,7 @@ class _RouterHook:
         assert self.front is not None
         z = hidden_states.reshape(-1, hidden_states.shape[-1])
         step = self.session.step_for(len(z), z.device)
-        self._fused = step is not None and self.front.takes_batch(z)
+        self._fused = step is not None and self.session.audit_due is None and self.front.takes_batch(z)
         if step is None or not self._fused:
             return self._stock_forward(hidden_states)
         self.session._counters.pass_by(self.slot, step)
@@ -443,11 +472,12 @@ class _RouterHook:
             self.session._counters.record(self.slot, step, union, union)
             return None
         terms = routing_terms(logits, self.rule, self.bias)
+        log_energy = self._log_energy(z, ids, true, logits.shape)
         out = select_no_sync(
             terms.scores,
             ids,
             weights,
-            self._log_energy(z, ids, true, logits.shape),
+            log_energy,
             self.limit,
             tau=self.tau,
             floor=self.floor,
@@ -461,6 +491,12 @@ class _RouterHook:
         if self.policy.measure and true is not None:
             retained = retained_energy(ids, weights, true, step.rows.silent, out.active)
         self.session._counters.record(self.slot, step, out.active, out.union, out.fell_back, retained)
+        audit = self.session.audit_due
+        if audit is not None and log_energy is not None:
+            with torch.no_grad():
+                energies = routed_log_energy(self.layer.experts, z, out.ids)
+            offsets = [self.offset] if self.front is None else [self.offset, self.front.energy_bias]
+            audit.observe(self.slot, out.ids, energies, ids, weights, log_energy, out.active, step.rows, offsets)
         return logits, out.weights, out.ids
 
     def _log_energy(self, z: Tensor, ids: Tensor, true: Tensor | None, shape: torch.Size) -> Tensor | None:
@@ -570,10 +606,19 @@ class _Counters:
         return Stats(pairs // self.layers, active / pairs, most, union / pairs, fallbacks, retained)
 
 
+def _make_audit(layers: list[MoELayer], predictor: Predictor, policy: Policy, host: PreTrainedModel | None) -> Audit:
+    if host is None:
+        raise ValueError("audit counts a transformers model's forward passes, and this module holds none: set audit=0")
+    folded = [predictor.card.fit.get(layer.index, {}).get("correction", 0.0) for layer in layers]
+    return Audit([layer.index for layer in layers], folded, policy.audit, policy.audit_correct, layers[0].device)
+
+
 def _check(layers: list[MoELayer], predictor: Predictor | None, budget: Budget, policy: Policy) -> None:
     """Everything that can be wrong is found here, before the first token."""
     for layer in layers:
         budget.for_layer(layer.index).limit(layer.num_experts)
+    if policy.audit and budget.is_off:
+        raise ValueError("audit watches what a budget removes, and the budget is off: give one, or set audit=0")
     first = layers[0]
     if predictor is None:
         if policy.ranking in PREDICTED and not budget.is_off:

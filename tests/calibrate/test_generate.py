@@ -157,3 +157,29 @@ def test_safe_defaults():
     add_arguments(parser)
     args = parser.parse_args(["--prompts", "x"])
     assert (args.budget, args.temperature, args.backend, args.model) == ("off", 0.0, "torch", None)
+
+
+def test_audit_is_printed_and_written(checkpoint, prompts, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    arguments = ["generate", "--model", str(checkpoint), "--prompts", str(prompts), "--budget", "2", "--json", str(out)]
+    with pytest.warns(UserWarning, match="calibrate on text like this"):
+        assert main([*arguments, "--max-tokens", "5", "--audit", "1", "--audit-correct"]) == 0
+    audit = json.loads(out.read_text())["stats"]["audit"]
+    assert audit["steps"] > 0 and len(audit["layers"]) == 2
+    table = capsys.readouterr().err
+    assert f"audit, {audit['steps']} steps" in table and f"{audit['layers'][1]['drift']:+.3f}" in table
+
+
+def test_audit_without_a_number_and_its_refusals(checkpoint, prompts, capsys):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert parser.parse_args(["--prompts", "x"]).audit == 0
+    assert parser.parse_args(["--prompts", "x", "--audit"]).audit == 16
+    arguments = ["generate", "--model", str(checkpoint), "--prompts", str(prompts)]
+    for more, message in (
+        (["--audit"], "the budget is off"),
+        (["--budget", "2", "--audit", "--backend", "mlx"], "--audit runs on torch"),
+        (["--budget", "2", "--audit-correct"], "audit 0"),
+    ):
+        assert main([*arguments, *more]) == 2
+        assert message in capsys.readouterr().err

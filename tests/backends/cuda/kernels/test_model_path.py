@@ -464,3 +464,25 @@ def test_operators_are_what_they_say(T):
     torch.library.opcheck(torch.ops.base_moe.front.default, args, test_utils=tests)
     _, weights, ids = router.route(z, rows)
     torch.library.opcheck(torch.ops.base_moe.collect.default, (ids, weights, 16), test_utils=tests)
+
+
+@pytest.mark.filterwarnings("ignore:audit")
+def test_audited_steps_leave_the_front_and_corrections_reach_it(calls):
+    """Every other step is audited in torch; the front of the others follows the moved intercepts."""
+    model, predictor = model_of(), predictor_of()
+    found = []
+    for kernels in ("auto", "off"):
+        with base_budget(model, predictor, M, kernels=kernels, audit=2, audit_correct=True) as session:
+            found.append((generate(model), session.stats()))
+            if kernels == "auto":
+                layers, audited = len(session._hooks), -(-(NEW - 1) // 2)
+                assert calls.front == layers * (NEW - 1 - audited)
+                for hook in session._hooks:
+                    moved = hook.offset != torch.tensor(predictor.layers[hook.layer.index].bias)
+                    assert moved.any() and torch.equal(hook.front.energy_bias, hook.offset)
+    (tokens, stats), (expected, expected_stats) = found
+    assert torch.equal(tokens, expected) and stats.active_mean == expected_stats.active_mean
+    assert stats.steps == expected_stats.steps == NEW - 1
+    assert stats.audit.steps == expected_stats.audit.steps == audited
+    for own, other in zip(stats.audit.layers, expected_stats.audit.layers, strict=True):
+        assert own.pairs == other.pairs and own.drift == pytest.approx(other.drift, abs=1e-3)
