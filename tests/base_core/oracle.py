@@ -95,10 +95,11 @@ def loop_select(
             chosen = sorted(able, key=lambda e, t=t: (-preference[t, e], e))[:k]
         else:
             chosen = [e for e in ids[t] if e in active]
-        native_total = sum(np.float32(w) for w in weights[t])
-        base = sum(np.float32(scores[t, e]) for e in (chosen if denominator == "renormalise" else ids[t]))
+        # In double precision: the smallest float32 scores keep no digit through a product.
+        native_total = sum(float(w) for w in weights[t])
+        base = sum(float(scores[t, e]) for e in (chosen if denominator == "renormalise" else ids[t]))
         spare = chosen[0] if chosen else (min(active) if active else 0)
-        slots = [(e, scores[t, e] * native_total / base if base > 0 else 0.0) for e in chosen]
+        slots = [(e, float(scores[t, e]) * native_total / base if base > 0 else 0.0) for e in chosen]
         if fill == "drop":
             by_expert = dict(slots)
             slots = [(e, by_expert[e]) if e in by_expert else (spare, 0.0) for e in ids[t]]
