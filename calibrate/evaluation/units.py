@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -99,6 +99,13 @@ def unpack_bits(text: str, count: int) -> NDArray[np.bool_]:
     return np.unpackbits(np.frombuffer(bytes.fromhex(text), np.uint8), count=count).astype(bool)
 
 
+class Keyed(Protocol):
+    """What a row is kept under: a unit, or a part of another study."""
+
+    @property
+    def key(self) -> str: ...
+
+
 class Store:
     """A folder with one JSON file for every unit that is done.
 
@@ -126,12 +133,12 @@ class Store:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text.encode())
 
-    def find(self, unit: Unit) -> Row | None:
+    def find(self, unit: Keyed) -> Row | None:
         """The row of a unit that is done."""
         path = self.folder / f"{unit.key}.json"
         return json.loads(path.read_text()) if path.exists() else None
 
-    def keep(self, unit: Unit, row: Row) -> None:
+    def keep(self, unit: Keyed, row: Row) -> None:
         """Writes the row of a unit."""
         write_atomically(self.folder / f"{unit.key}.json", json.dumps(row, allow_nan=False).encode())
 
