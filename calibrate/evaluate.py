@@ -23,7 +23,7 @@ from base_core.embedded.tasks import STOP, evaluation_examples, examples
 from base_core.policies import POLICIES
 from base_core.report import format_table, write_report
 from base_core.rivals import load_rivals, save_rivals
-from calibrate.evaluation import ablations_budget, plan, report, tables
+from calibrate.evaluation import ablations_budget, beyond, plan, report, tables
 from calibrate.evaluation.matching import StepCost
 from calibrate.evaluation.prompt_file import Prompt, read_prompts
 from calibrate.evaluation.report import ModelRows
@@ -357,34 +357,37 @@ def _evaluate_embedded(name: str, args: argparse.Namespace) -> ModelRows:
     subject = open_embedded(*what)
     store = Store(folder / "rows", subject.identity(), args.resume)
     anchors, one_task, sweep = plan.anchors(), plan.arrangement_units(), plan.sweep_units(max(1, args.prompts // 2))
+    source = model_path(name)
+    beside = len(beyond.study_jobs(source)) + len(ablations_budget.sizes(subject.num_experts))
     with (
         _pool(args.workers or min(os.cpu_count() or 1, MOST_WORKERS), open_embedded, *what) as pool,
         tqdm(unit="run", desc=name, smoothing=0.1) as bar,
     ):
-        bar.total = len(anchors) + len(one_task) + len(sweep)
+        bar.total = len(anchors) + beside + len(one_task) + len(sweep)
         budgets = plan.regime_budgets(run_units(subject, anchors, store, bar, pool))
+        studies = beyond.run_studies(subject, source, store, bar, pool)
+        places = ablations_budget.tune_all(subject, store, bar, pool)
         main = plan.main_units(subject, budgets)
-        bar.total += len(main)
-        main_rows, one_task_rows, sweep_rows = (
-            run_units(subject, units, store, bar, pool) for units in (main, one_task, sweep)
-        )
-        bar.set_postfix_str("tuning budgets on calibration prompts")
-        calibration = Subject(
-            PREFIX + name,
-            model_path(name),
-            predictor_path(name),
-            ablations_budget.calibration_prompts(),
-            max_tokens=args.max_tokens,
-            dtype="float32",
-        )
-        ablation = ablations_budget.run_ablation(subject, calibration, store, bar, pool)
+        parts = [main, one_task, sweep, [place.unit for place in places]]
+        bar.total += len(main) + len(places)
+        rows = iter(run_units(subject, [unit for units in parts for unit in units], store, bar, pool))
+        main_rows, one_task_rows, sweep_rows, ablation = ([next(rows) for _ in units] for units in parts)
     facts = (
         f"{len(subject.engine.layers)} MoE layers of {subject.num_experts} experts, {subject.k} a token, width "
         f"{subject.model.config.hidden_size}; {'normalised' if subject.normalises else 'raw'} routing weights."
     )
     if not subject.normalises:
         facts += " Rivals that renormalise share out the native total of each row, which here is below 1."
-    return ModelRows(name, budgets, main_rows, one_task_rows, sweep_rows, ablation, facts)
+    return ModelRows(
+        name,
+        budgets,
+        main_rows,
+        one_task_rows,
+        sweep_rows,
+        ablations_budget.ablation_rows(places, ablation),
+        studies,
+        facts,
+    )
 
 
 @contextmanager

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -76,6 +77,22 @@ def set_decoding(model: Any, tokenizer: Any, max_tokens: int, temperature: float
     return ends
 
 
+def answer_batches(
+    model: Any, tokenizer: Any, encoded: Sequence[Sequence[int]], ends: Sequence[int], batch: int
+) -> Iterator[list[list[int]]]:
+    """Generates for prompts, given as token ids, in groups of `batch`: of each group the answers, without end tokens.
+
+    Args:
+        ends: of `set_decoding`, which has to come before.
+    """
+    for start in range(0, len(encoded), batch):
+        inputs = tokenizer.pad({"input_ids": encoded[start : start + batch]}, return_tensors="pt").to(model.device)
+        output = model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        yield [
+            list(takewhile(lambda t: t not in ends, ids)) for ids in output[:, inputs["input_ids"].shape[1] :].tolist()
+        ]
+
+
 def generate_texts(
     model_source: str | os.PathLike,
     predictor_source: str | os.PathLike | None,
@@ -124,15 +141,11 @@ def generate_texts(
         tqdm(total=len(prompts), unit="prompt", disable=not progress) as bar,
     ):
         started = time.perf_counter()
-        for start in range(0, len(encoded), batch):
-            inputs = tokenizer.pad({"input_ids": encoded[start : start + batch]}, return_tensors="pt").to(model.device)
-            output = model.generate(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-            for ids in output[:, inputs["input_ids"].shape[1] :].tolist():
-                count = next((i for i, token in enumerate(ids) if token in ends), len(ids))
-                texts.append(tokenizer.decode(ids[:count], skip_special_tokens=True))
-                counts.append(count)
+        for answers in answer_batches(model, tokenizer, encoded, ends, batch):
+            texts += [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
+            counts += [len(ids) for ids in answers]
             bar.set_postfix_str(f"{sum(counts) / (time.perf_counter() - started):.1f} tokens/s", refresh=False)
-            bar.update(len(output))
+            bar.update(len(answers))
         seconds = time.perf_counter() - started
         stats = session.stats()
     return Generated(texts, counts, stats, seconds)

@@ -1,7 +1,7 @@
 """Ablation: budgets that choose themselves, and denominators, beside one number of experts for all layers and steps.
 
-Everything that is tuned is tuned on calibration prompts: the plan's curves, the thresholds that make energy and share
-budgets read as many experts as the fixed budget does, and the factors of the `scaled` denominator.
+What bears on quality comes from calibration prompts: the plan's curves, and the factors of the `scaled` denominator.
+Energy and share budgets have one number, which is set so that they read as many experts as the fixed budget does.
 """
 
 from __future__ import annotations
@@ -17,32 +17,34 @@ from tqdm import tqdm
 
 from base_core.embedded.tasks import examples
 from calibrate.evaluation.document import Block, Heading, Table, Text
-from calibrate.evaluation.engine import deal
 from calibrate.evaluation.matching import TOLERANCE, compare
 from calibrate.evaluation.prompt_file import Prompt
 from calibrate.evaluation.scaling import fit_scales, write_scales
+from calibrate.evaluation.studies import Part, remember
 from calibrate.evaluation.subject import MIXED, Subject
 from calibrate.evaluation.tables import CLOSENESS, closeness, interval, percent
-from calibrate.evaluation.units import Row, Store, Unit, run_units
+from calibrate.evaluation.units import Row, Store, Unit, run_jobs
 from calibrate.evaluation.variants import Variant, write_layers
 from calibrate.layer_plan import TRAINING_SEED, WEIGHINGS, allocate, record_damage
 
+STUDY = "budgets"
 TIGHT, LOOSE = (1 / 16, 1 / 8), (1 / 4, 3 / 8)
 """Mean sizes, as shares of a layer's experts."""
-CALIBRATION_PROMPTS = 256
+CALIBRATION_PROMPTS = 512
 BATCH = 16
-HALVINGS = 12
 SMALLEST_SHARE = 1e-6
+MATCHED, MOST_TRIES = 0.002, 12
+"""How far, as a share of M, the mean of a budget that follows the costs may be from M, and decodings tried for it."""
 
 ABOUT = (
-    "Equal mean active experts: each line is tuned on calibration prompts of the training split, in queues as long as "
-    "the evaluation's, to the mean that the fixed budget M reads there. A line that reads over 1 % more than M on the "
-    "evaluation's prompts (`+`) is not counted as ahead or closer. *plan*: M experts a layer on average, shared out "
-    "over the layers by damage curves weighed as named (`base-moe plan --by`). *energy*: `energy:TAU` in every layer "
-    "and step. *share*: `share:SHARE`, one threshold for all layers. *renormalise* and *scaled* are M with another "
-    "denominator: the row's total shared out over what it executes, and the native weights of restricted rows times a "
-    "factor for each layer, the least-squares one between the layer's output under M and the dense output. *ahead of "
-    "uniform*: right answers, paired by prompt, with the 95 % interval."
+    "Equal mean active experts. *plan*: M experts a layer on average, shared out over the layers by damage curves of "
+    "calibration prompts, weighed as named (`base-moe plan --by`). *energy*: `energy:TAU` in every layer and step. "
+    "*share*: `share:SHARE`, one threshold for all layers. Their one number is set to read as many experts as M does "
+    "on these same prompts, within 0.2 %: it fixes the size, and no answer is looked at. *renormalise* and *scaled* "
+    "are M with another denominator: the row's total shared out over what it executes, and the native weights of "
+    "restricted rows times a factor for each layer, the least-squares one between the layer's output under M and the "
+    "dense output on calibration prompts. A line that reads over 1 % more than M (`+`) is not counted as ahead or "
+    "closer. *ahead of uniform*: right answers, paired by prompt, with the 95 % interval."
 )
 
 
@@ -72,103 +74,123 @@ def calibration_prompts(count: int = CALIBRATION_PROMPTS) -> list[Prompt]:
     return [Prompt(e.prompt, e.answer, e.task) for e in islice(examples(TRAINING_SEED), count)]
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """A model with calibration prompts, which it decodes as the evaluation does its own.
+def active_mean(subject: Subject, variant: Variant) -> float:
+    """Experts that a layer reads in a step, decoding the subject's prompts under `variant`."""
+    decoded = subject.engine.decode(subject.rule(variant), subject.decoding(BATCH), subject.queues(BATCH, MIXED))
+    return float(np.mean(decoded.tally.active_mean))
 
-    Attributes:
-        batches: that the prompts are dealt to. Short queues would leave slots empty for much of the time, and budgets
-            that follow the costs read less of a batch that is half empty.
+
+def meet(measure: Callable[[float], float], low: float, high: float, ends: tuple[float, float], target: float) -> float:
+    """Where `measure`, which falls from `low` to `high`, both positive, comes within `MATCHED` of `target`.
+
+    Regula falsi on logarithms; the end that stays counts half from its second time on (Illinois). Gives what came
+    closest after `MOST_TRIES`.
+
+    Args:
+        ends: values at `low` and `high`, or bounds of them, on either side of the target.
     """
-
-    subject: Subject
-    batches: int
-
-    @classmethod
-    def beside(cls, evaluated: Subject, subject: Subject) -> Calibration:
-        """With queues as long as those of `evaluated`, as far as the prompts go."""
-        length = len(evaluated.prompts) / len(evaluated.queues(BATCH, MIXED))
-        return cls(subject, max(1, round(len(subject.prompts) / length)))
-
-    def active_mean(self, variant: Variant) -> float:
-        """Experts that a layer reads in a step, decoding under `variant`."""
-        subject = self.subject
-        queues = deal(len(subject.prompts), self.batches)
-        decoded = subject.engine.decode(subject.rule(variant), subject.decoding(BATCH), queues)
-        return float(np.mean(decoded.tally.active_mean))
-
-
-def bisect(measure: Callable[[float], float], low: float, high: float, target: float) -> float:
-    """Where `measure`, which falls from `low` to `high`, both positive, comes closest to `target`; halves their log."""
-    tried = []
-    for _ in range(HALVINGS):
-        middle = math.sqrt(low * high)
-        value = measure(middle)
-        tried.append((abs(value - target), middle))
-        if value > target:
-            low = middle
+    a, b = math.log(low), math.log(high)
+    above, below = (math.log(value / target) for value in ends)
+    tried: list[tuple[float, float]] = []
+    last = 0
+    while len(tried) < MOST_TRIES and not any(abs(off) <= MATCHED for off, _ in tried):
+        middle = (above * b - below * a) / (above - below)
+        off = math.log(measure(math.exp(middle)) / target)
+        tried.append((off, math.exp(middle)))
+        if off > 0:
+            a, above, below, last = middle, off, below / 2 if last > 0 else below, 1
         else:
-            high = middle
-    return min(tried)[1]
+            b, below, above, last = middle, off, above / 2 if last < 0 else above, -1
+    return min(tried, key=lambda one: abs(one[0]))[1]
 
 
-def tuned(calibration: Calibration, form: str, target: float) -> str:
+def tuned(subject: Subject, form: str, target: float) -> str:
     """The budget `energy:...` or `share:...` that reads `target` experts on average.
 
     Args:
         form: `energy` or `share`.
+        target: above 1.
     """
 
     def budget(share: float) -> str:
         return f"{form}:{1 - share if form == 'energy' else share:.7f}"
 
-    found = bisect(
-        lambda share: calibration.active_mean(Variant("base", budget(share))),
+    found = meet(
+        lambda share: active_mean(subject, Variant("base", budget(share))),
         SMALLEST_SHARE,
         1 - SMALLEST_SHARE,
+        (subject.num_experts, 1),
         target,
     )
     return budget(found)
 
 
-def variants(calibration: Calibration, experts: int) -> dict[str, Variant]:
-    """What is compared at a mean of `experts` a layer, by name; uniform comes first."""
+def variants(subject: Subject, calibration: Subject, experts: int) -> dict[str, Variant]:
+    """What is compared at a mean of `experts` a layer, by name; uniform comes first.
+
+    Args:
+        calibration: `subject` with other prompts, for everything that bears on quality.
+    """
     fixed = Variant("base", str(experts))
-    target = calibration.active_mean(fixed)
     found = {"uniform": fixed}
     for weighing in WEIGHINGS:
-        damage = record_damage(calibration.subject, BATCH, experts, weighing)
+        damage = record_damage(calibration, BATCH, experts, weighing)
         found[f"plan by {weighing}"] = Variant("base", write_layers(allocate(damage, experts * len(damage))))
+    target = active_mean(subject, fixed)
     for form in ("energy", "share"):
-        found[form] = Variant("base", tuned(calibration, form, target))
-    scales = fit_scales(calibration.subject.engine.layers, lambda: calibration.active_mean(fixed))
+        found[form] = Variant("base", tuned(subject, form, target))
+    scales = fit_scales(calibration.engine.layers, lambda: active_mean(calibration, fixed))
     found["renormalise"] = Variant("base", fixed.budget, {"denominator": "renormalise"})
     found["scaled"] = Variant("base", fixed.budget, {"scale": write_scales(scales)})
     return found
 
 
-def run_ablation(
-    subject: Subject,
-    calibration: Subject,
-    store: Store | None = None,
-    bar: tqdm | None = None,
-    pool: ProcessPoolExecutor | None = None,
-) -> list[AblationRow]:
-    """Evaluates everything at every size. What is in the store is not evaluated again; tuning is done anew.
+def tune(subject: Subject, experts: int, store: Store | None) -> Row:
+    """`variants` on the training split's prompts: policy, budget and options by name. Comes from the store if there."""
+
+    def make() -> Row:
+        calibration = subject.beside(calibration_prompts())
+        chosen = variants(subject, calibration, experts)
+        return {name: [one.policy, one.budget, dict(one.options)] for name, one in chosen.items()}
+
+    return remember(Part(STUDY, f"M={experts}", {"prompts": CALIBRATION_PROMPTS}), make, store)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A unit of the ablation, and where its row stands there; see `AblationRow`."""
+
+    experts: int
+    tight: bool
+    name: str
+    unit: Unit
+
+
+def tune_all(
+    subject: Subject, store: Store | None = None, bar: tqdm | None = None, pool: ProcessPoolExecutor | None = None
+) -> list[Place]:
+    """The ablation's units. What the store has is not tuned again.
 
     Args:
-        subject: the model with the evaluation's prompts.
-        calibration: the same model with calibration prompts, apart from those.
-        pool: as for `run_units`.
+        pool: see `run_jobs`.
     """
-    beside = Calibration.beside(subject, calibration)
-    places = [
-        (experts, tight, name, Unit(variant, BATCH))
-        for experts, tight in sizes(subject.num_experts).items()
-        for name, variant in variants(beside, experts).items()
+    by_size = sizes(subject.num_experts)
+    found: dict[int, Row] = {}
+    for place, chosen in run_jobs(subject, [(tune, (experts, store)) for experts in by_size], pool):
+        found[place] = chosen
+        if bar is not None:
+            bar.set_postfix_str("budgets that choose themselves")
+            bar.update()
+    return [
+        Place(experts, tight, name, Unit(Variant(*parts), BATCH))
+        for place, (experts, tight) in enumerate(by_size.items())
+        for name, parts in found[place].items()
     ]
-    rows = run_units(subject, [unit for *_, unit in places], store, bar, pool)
-    return [AblationRow(*place[:3], row) for place, row in zip(places, rows, strict=True)]
+
+
+def ablation_rows(places: Sequence[Place], rows: Sequence[Row]) -> list[AblationRow]:
+    """The rows of the places' units in their place."""
+    return [AblationRow(own.experts, own.tight, own.name, row) for own, row in zip(places, rows, strict=True)]
 
 
 def section(found: Mapping[str, Sequence[AblationRow]], level: int = 2) -> list[Block]:

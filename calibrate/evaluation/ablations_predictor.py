@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from tqdm import tqdm
 
 from base_core import LayerPredictor, Predictor, load_predictor, save_predictor
+from base_core.artifact import Dtype
 from base_core.embedded.tasks import STOP, TASKS, examples
 from base_core.report import report_row
 from calibrate.evaluation.document import Block, Heading, Table, Text
@@ -70,9 +70,9 @@ class Settings:
 
     tokens: int = 65_536
     length: int = 256
-    prompts: int = 384
+    prompts: int = 256
     shares: tuple[float, ...] = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
-    ranks: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
+    ranks: tuple[int, ...] = (4, 16, 64)
     min_pairs: int = MIN_PAIRS
 
 
@@ -146,9 +146,11 @@ def total(parts: Iterable[ByLayer]) -> ByLayer:
 
 
 def fit(like: Predictor, statistics: ByLayer, min_pairs: int = MIN_PAIRS) -> Predictor:
-    """A predictor for the model of `like`. Its card keeps the model's facts; the fit's own are left out."""
-    card = replace(like.card, source="", tokens=0, pairs={}, ridge={}, fit={}, fallback={})
-    return Predictor(card, {i: fit_layer(own, min_pairs).predictor for i, own in statistics.items()})
+    """A predictor for the model of `like`. Of its card the model's facts are kept, and the fit's quality is its own."""
+    fits = {i: fit_layer(own, min_pairs) for i, own in statistics.items()}
+    quality = {i: own.quality for i, own in fits.items()}
+    card = replace(like.card, source="", tokens=0, pairs={}, ridge={}, fit=quality, fallback={})
+    return Predictor(card, {i: own.predictor for i, own in fits.items()})
 
 
 def gather(subject: Subject, settings: Settings) -> Gathered:
@@ -238,21 +240,12 @@ def input_covariance(statistics: ByLayer) -> NDArray:
     return np.mean(found, axis=0)
 
 
-def stored(predictor: Predictor, dtype: str) -> Predictor:
-    """`predictor` as it comes back from its file in bfloat16, or with rows of int8 and a float32 factor each."""
-    if dtype == "int8":
-        layers = {i: replace(layer, weight=through_int8(layer.weight)) for i, layer in predictor.layers.items()}
-        return Predictor(predictor.card, layers)
+def stored(predictor: Predictor, dtype: Dtype) -> Predictor:
+    """`predictor` as it comes back from its file in `dtype`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "predictor.safetensors"
-        save_predictor(path, predictor, dtype)  # type: ignore[arg-type]
+        save_predictor(path, predictor, dtype)
         return load_predictor(path)
-
-
-def through_int8(weight: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Rows of [E, d] rounded to 255 steps between minus and plus their largest magnitude."""
-    factor = np.maximum(np.abs(weight).max(1, keepdims=True), np.finfo(np.float32).tiny) / np.float32(127)
-    return (np.rint(weight / factor).astype(np.int8) * factor).astype(np.float32)
 
 
 def judge(subject: Subject, predictor: Predictor, prompts: int, task: str | None = None) -> Row:
@@ -282,7 +275,7 @@ def judge(subject: Subject, predictor: Predictor, prompts: int, task: str | None
     )
 
 
-class _Predictors:
+class Predictors:
     """Makes every predictor of the study when it is asked for: the text is run through only if some row is missing."""
 
     def __init__(self, subject: Subject, settings: Settings) -> None:
@@ -321,17 +314,23 @@ class _Predictors:
 
 
 def run_predictors(
-    subject: Subject, settings: Settings | None = None, store: Store | None = None, bar: tqdm | None = None
+    subject: Subject,
+    settings: Settings | None = None,
+    store: Store | None = None,
+    make: Predictors | None = None,
 ) -> list[Row]:
     """The study's rows: names of `base_core.report`, and `study`, `group`, `label`, `tokens` (that count), `bytes`.
 
     What is in the store is not done again.
 
+    Args:
+        make: of the same subject and settings, where something else needs its predictors too.
+
     Raises:
         ValueError: no predictor, or too little text.
     """
     settings = settings or Settings()
-    make = _Predictors(subject, settings)
+    make = make or Predictors(subject, settings)
     card = make.shipped.card
     E, d, L = card.num_experts, card.hidden_size, len(card.layers)
     shipped_tokens = sum(sum(own) for own in card.pairs.values()) // (card.experts_per_token * L)
@@ -343,7 +342,7 @@ def run_predictors(
             return {**found, "study": STUDY, "group": group, "label": label, "tokens": tokens, "bytes": size}
 
         about = {**asdict(settings), "group": group}
-        return remember(Part(STUDY, label, about), done, store, bar)
+        return remember(Part(STUDY, label, about), done, store)
 
     def judged(predictor: Predictor, tokens: int = shipped_tokens) -> tuple[int, Row]:
         return tokens, judge(subject, predictor, settings.prompts)

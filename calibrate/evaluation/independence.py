@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from base_core.report import report_row, wilson_interval
 from calibrate.evaluation.document import Block, Heading, Table, Text
@@ -111,15 +110,13 @@ def measure(subject: Subject, variant: Variant, settings: Settings) -> Row:
     return row
 
 
-def run_independence(
-    subject: Subject, settings: Settings | None = None, store: Store | None = None, bar: tqdm | None = None
-) -> list[Row]:
+def run_independence(subject: Subject, settings: Settings | None = None, store: Store | None = None) -> list[Row]:
     """A row for each variant. What is in the store is not done again."""
     settings = settings or Settings()
     about = {"prompts": settings.prompts, "shuffles": settings.shuffles, "batch": settings.batch}
 
     def row(variant: Variant) -> Row:
-        return remember(Part(STUDY, variant.label, about), lambda: measure(subject, variant, settings), store, bar)
+        return remember(Part(STUDY, variant.label, about), lambda: measure(subject, variant, settings), store)
 
     return [row(variant) for variant in variants(subject)]
 

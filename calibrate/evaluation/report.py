@@ -8,7 +8,7 @@ from pathlib import Path
 
 from base_core.files import write_atomically
 from base_core.report import installed_versions
-from calibrate.evaluation import ablations_budget, figures, paper, tables
+from calibrate.evaluation import ablations_budget, beyond, figures, paper, tables
 from calibrate.evaluation.ablations_budget import AblationRow
 from calibrate.evaluation.document import Block, Figure, Heading, Table, Text, to_html, to_markdown
 from calibrate.evaluation.matching import Comparison, StepCost
@@ -60,6 +60,7 @@ class ModelRows:
         one_task: batches of 16 with one task each.
         sweep: several batch sizes.
         ablation: budgets that choose themselves, and denominators.
+        studies: by name, see `calibrate.evaluation.beyond`.
         facts: what is said about the model, a paragraph.
     """
 
@@ -69,12 +70,14 @@ class ModelRows:
     one_task: Sequence[Row]
     sweep: Sequence[Row]
     ablation: Sequence[AblationRow]
+    studies: Mapping[str, Sequence[Row]]
     facts: str
 
     @property
     def rows(self) -> list[Row]:
         """All of them."""
-        return [*self.main, *self.one_task, *self.sweep, *(own.row for own in self.ablation)]
+        studies = [row for rows in self.studies.values() for row in rows]
+        return [*self.main, *self.one_task, *self.sweep, *(own.row for own in self.ablation), *studies]
 
     @property
     def methods(self) -> list[Row]:
@@ -135,7 +138,8 @@ def full_report(models: Sequence[ModelRows], command: str, seconds: float | None
     ]
     for model in models:
         blocks += _model(model, cost)
-    return blocks + ablations_budget.section({model.model_type: model.ablation for model in models})
+    blocks += ablations_budget.section({model.model_type: model.ablation for model in models})
+    return blocks + beyond.sections({model.model_type: model.studies for model in models})
 
 
 def write(folder: Path, blocks: Sequence[Block]) -> None:

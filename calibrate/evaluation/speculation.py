@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 from transformers import DynamicCache
 
 from backends.cuda import Session, base_budget
@@ -216,9 +215,7 @@ def speculation_row(
     )
 
 
-def run_speculation(
-    subject: Subject, settings: Settings | None = None, store: Store | None = None, bar: tqdm | None = None
-) -> list[Row]:
+def run_speculation(subject: Subject, settings: Settings | None = None, store: Store | None = None) -> list[Row]:
     """Plain decoding, then every pair of budgets and number of drafts. What is in the store is not done again.
 
     Raises:
@@ -232,7 +229,7 @@ def run_speculation(
         about = {"drafts": drafts, "draft": draft, "verify": verify, "prompts": settings.prompts}
         label = f"k={drafts} {draft} {verify}"
         return remember(
-            Part(STUDY, label, about), lambda: measure(subject, drafts, draft, verify, settings.prompts), store, bar
+            Part(STUDY, label, about), lambda: measure(subject, drafts, draft, verify, settings.prompts), store
         )
 
     pairs = budget_pairs(subject.k)

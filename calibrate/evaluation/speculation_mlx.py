@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from mlx import nn
-from tqdm import tqdm
 
 from backends.mlx.generate import encode, load, stream_generate
 from backends.mlx.integration import Policy, Session, base_budget
@@ -81,9 +80,8 @@ def run_speculation_mlx(
     prompts: Sequence[Prompt],
     *,
     max_tokens: int,
-    drafts: Sequence[int] = DRAFTS,
+    drafts: Sequence[int],
     store: Store | None = None,
-    bar: tqdm | None = None,
 ) -> list[Row]:
     """Rows as `run_speculation` makes them, of the same pairs of budgets. What is in the store is not done again."""
     pair: list[Pair] = []
@@ -117,7 +115,7 @@ def run_speculation_mlx(
     def row(k: int, draft: str, verify: str) -> Row:
         about = {"drafts": k, "draft": draft, "verify": verify, "prompts": len(prompts)}
         part = Part(STUDY, f"k={k} {draft} {verify}", about)
-        return remember(part, lambda: measure(k, draft, verify), store, bar)
+        return remember(part, lambda: measure(k, draft, verify), store)
 
     pairs = budget_pairs(predictor.card.experts_per_token)
     plain = [row(0, DENSE, verify) for verify in dict.fromkeys(verify for _, verify in pairs)]

@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tqdm import tqdm
-
 from calibrate.evaluation.units import Row, Store
 
 
@@ -33,14 +31,11 @@ class Part:
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def remember(part: Part, make: Callable[[], Row], store: Store | None, bar: tqdm | None) -> Row:
+def remember(part: Part, make: Callable[[], Row], store: Store | None) -> Row:
     """The part's row: from the store, or made and kept there."""
     row = None if store is None else store.find(part)
     if row is None:
         row = make()
         if store is not None:
             store.keep(part, row)
-    if bar is not None:
-        bar.set_postfix_str(f"{part.study}: {part.label}")
-        bar.update()
     return row

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -54,19 +55,12 @@ class Subject:
         dtype: str | None = None,
         progress: bool = False,
     ) -> None:
-        self.name, self.prompts = name, list(prompts)
+        self.name = name
         self.max_tokens, self.temperature = max_tokens, temperature
         self.predictor: Predictor | None = None if predictor_source is None else load_predictor(predictor_source)
         self.rivals: dict[str, Mapping[int, RivalCalibration]] | None = None
         model, self.tokenizer = load(source, dtype)
-        encoded = [self.tokenizer(prompt.text)["input_ids"] for prompt in prompts]
-        for prompt, ids in zip(prompts, encoded, strict=True):
-            if not ids:
-                raise ValueError(f"prompt {prompt.text!r} has no token: give some text")
-        stored = model.generation_config.eos_token_id
-        stored = self.tokenizer.eos_token_id if stored is None else stored
-        ends = stored if isinstance(stored, (list, tuple)) else [] if stored is None else [stored]
-        self.engine = Engine(model, prefill(model, self.tokenizer, encoded, progress), ends)
+        self._prefill(model, prompts, progress)
         layers = self.engine.layers
         self.num_experts, self.k = layers[0].num_experts, layers[0].experts_per_token
         self.normalises = router_rule(layers[0]).normalise != "none"
@@ -80,7 +74,28 @@ class Subject:
         }
         if self.predictor is not None:
             self.predictor.check_model(**self._description)
+
+    def _prefill(self, model: Any, prompts: Sequence[Prompt], progress: bool = False) -> None:
+        encoded = [self.tokenizer(prompt.text)["input_ids"] for prompt in prompts]
+        for prompt, ids in zip(prompts, encoded, strict=True):
+            if not ids:
+                raise ValueError(f"prompt {prompt.text!r} has no token: give some text")
+        stored = model.generation_config.eos_token_id
+        stored = self.tokenizer.eos_token_id if stored is None else stored
+        ends = stored if isinstance(stored, (list, tuple)) else [] if stored is None else [stored]
+        self.prompts = list(prompts)
+        self.engine = Engine(model, prefill(model, self.tokenizer, encoded, progress), ends)
         self._references: dict[int, Reference] = {}
+
+    def beside(self, prompts: Sequence[Prompt]) -> Subject:
+        """The same loaded model with other prompts.
+
+        Raises:
+            ValueError: a prompt without a token.
+        """
+        other = copy(self)
+        other._prefill(self.model, prompts)
+        return other
 
     @property
     def model(self) -> Any:

@@ -27,7 +27,7 @@ from calibrate.evaluation.subject import MIXED, Subject
 from calibrate.evaluation.variants import Variant
 
 Row = dict[str, Any]
-COMPARED = 1024
+COMPARED = 512
 """Prompts along whose dense answers a variant is compared with the dense model."""
 
 
@@ -149,6 +149,27 @@ class Store:
         self.folder.rmdir()
 
 
+Job = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function and its arguments behind the subject."""
+
+
+def run_jobs(
+    subject: Subject, jobs: Iterable[Job], pool: ProcessPoolExecutor | None = None
+) -> Iterator[tuple[int, Any]]:
+    """Calls every job's function with the subject; the jobs' places with their results, as they come in.
+
+    Args:
+        pool: of processes begun with `start_worker` on the same subject, which then do the work.
+    """
+    if pool is None:
+        for place, (function, args) in enumerate(jobs):
+            yield place, function(subject, *args)
+        return
+    futures = {pool.submit(_work, *job): place for place, job in enumerate(jobs)}
+    for future in as_completed(futures):
+        yield futures[future], future.result()
+
+
 def run_units(
     subject: Subject,
     units: Iterable[Unit],
@@ -159,14 +180,15 @@ def run_units(
     """Evaluates units, without those that the store has; the rows in the units' order.
 
     Args:
-        pool: of processes begun with `start_worker` on the same subject, which then do the work.
+        pool: see `run_jobs`.
     """
     units = list(units)
     rows = {unit.key: row for unit in units if store is not None and (row := store.find(unit)) is not None}
     if bar is not None:
         bar.update(len(rows))
     missing = list({unit.key: unit for unit in units if unit.key not in rows}.values())
-    for unit, row in _run_here(subject, missing) if pool is None else _run_in(pool, missing):
+    for place, row in run_jobs(subject, [(run_unit, (unit,)) for unit in missing], pool):
+        unit = missing[place]
         rows[unit.key] = row
         if store is not None:
             store.keep(unit, row)
@@ -174,17 +196,6 @@ def run_units(
             bar.set_postfix_str(f"{unit.variant.label}, batch {unit.batch}")
             bar.update()
     return [rows[unit.key] for unit in units]
-
-
-def _run_here(subject: Subject, units: Iterable[Unit]) -> Iterator[tuple[Unit, Row]]:
-    for unit in units:
-        yield unit, run_unit(subject, unit)
-
-
-def _run_in(pool: ProcessPoolExecutor, units: Iterable[Unit]) -> Iterator[tuple[Unit, Row]]:
-    futures = {pool.submit(_work, unit): unit for unit in units}
-    for future in as_completed(futures):
-        yield futures[future], future.result()
 
 
 _own: list[tuple[Event, Subject]] = []
@@ -211,8 +222,8 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _work(unit: Unit) -> Row:
+def _work(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     stop, subject = _own[0]
     if stop.is_set():
         raise CancelledError
-    return run_unit(subject, unit)
+    return function(subject, *args)

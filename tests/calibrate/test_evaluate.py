@@ -11,7 +11,15 @@ from base_core.policies import POLICIES
 from base_core.report import ROW_KEYS, report_row, wilson_interval
 from calibrate import evaluate as command
 from calibrate.cli import main
-from calibrate.evaluation import ablations_budget, plan, units
+from calibrate.evaluation import (
+    ablations_budget,
+    ablations_predictor,
+    audit_study,
+    independence,
+    plan,
+    speculation,
+    units,
+)
 from calibrate.evaluation.plan import counterpart
 from calibrate.evaluation.units import pack_bits
 from calibrate.evaluation.variants import Variant
@@ -165,7 +173,19 @@ def whole(tmp_path_factory, rivals):
         patch.setattr(command, "MODELS", ("qwen3_moe",))
         few = ablations_budget.calibration_prompts(16)
         patch.setattr(ablations_budget, "calibration_prompts", lambda: few)
-        patch.setattr(ablations_budget, "HALVINGS", 2)
+        patch.setattr(ablations_budget, "MOST_TRIES", 2)
+        patch.setattr(ablations_budget, "TIGHT", (1 / 16,))
+        patch.setattr(ablations_budget, "LOOSE", ())
+        for study, settings in (
+            (ablations_predictor, ablations_predictor.Settings(4096, 64, 16, (1.0,), (2,))),
+            (independence, independence.Settings(16, 1)),
+            (speculation, speculation.Settings(2, (1,))),
+        ):
+            patch.setattr(study, "Settings", lambda settings=settings: settings)
+        patch.setattr(audit_study, "PROMPTS", 16)
+        speculation_mlx = pytest.importorskip("calibrate.evaluation.speculation_mlx")
+        patch.setattr(speculation_mlx, "PROMPTS", 2)
+        patch.setattr(speculation_mlx, "DRAFTS", (1,))
         patch.setattr(command, "calibrate_embedded_rivals", lambda name, path: path.write_bytes(rivals.read_bytes()))
         assert main(argv) == 130
         assert main(argv) == 2
@@ -189,11 +209,19 @@ def test_whole_report_has_all_its_parts(whole):
     assert page.count("<svg") == 3 and not re.search(r'(src|href)="', page.replace('xlink:href="#', ""))
     assert {path.stem for path in (out / "figures").iterdir()} == {"figure-1", "curves-qwen3_moe", "figure-3-qwen3_moe"}
     assert "Budgets that choose themselves" in text and "plan by share, M=4 (tight)" in text
+    for part in (
+        "What the predictor needs", "The audit, and a predictor", "depend on neighbours", "Drafting under a budget",
+        "qwen3_moe, mlx, 2 prompts",
+    ):  # fmt: skip
+        assert part in text and part in page, part
     assert not (out / "partial").exists()
 
 
 def test_whole_report_covers_policies_batches_and_arrangements(whole):
-    rows = json.loads((whole[0] / "report.json").read_text())["rows"]
+    found = json.loads((whole[0] / "report.json").read_text())["rows"]
+    rows = [row for row in found if "study" not in row]
+    studies = {row["study"] for row in found if "study" in row}
+    assert studies == {"predictor", "audit", "independence", "speculation"}
     assert {row["policy"] for row in rows} == set(POLICIES)
     assert {row["batch"] for row in rows} == {1, 4, 8, 16, 32, 64}
     assert {row["arrangement"] for row in rows} == {"mixed", "one task"}

@@ -16,7 +16,7 @@ from calibrate.evaluation.engine import Decoding, deal
 from calibrate.evaluation.prompt_file import Prompt
 from calibrate.evaluation.scaling import fit_scales, read_scales, scale_restricted, write_scales
 from calibrate.evaluation.subject import Subject
-from calibrate.evaluation.units import Store
+from calibrate.evaluation.units import Store, run_units
 from calibrate.evaluation.variants import Variant, read_layers, write_layers
 from tests.calibrate.evaluation.test_engine import MOST, make_engine, rule
 
@@ -71,10 +71,17 @@ def test_factor_is_the_least_squares_one(model_type):
     assert set(dense.values()) <= {1.0} or dense == pytest.approx(dict.fromkeys(dense, 1.0), abs=1e-6)
 
 
-def test_bisection_finds_where_a_falling_curve_meets_the_target():
-    assert ablation.bisect(lambda x: 10 - 8 * x, 1e-6, 1, 6) == pytest.approx(0.5, rel=0.01)
-    # A staircase: the best of what was tried, though no value is exact.
-    assert round(5 / ablation.bisect(lambda x: round(5 / x), 0.1, 10, 7)) == 7
+def test_meet_finds_where_a_falling_curve_meets_the_target():
+    tried = []
+
+    def curve(x):
+        tried.append(x)
+        return 10 - 8 * x
+
+    assert 10 - 8 * ablation.meet(curve, 1e-6, 1, (10, 2), 6) == pytest.approx(6, rel=ablation.MATCHED)
+    assert len(tried) < ablation.MOST_TRIES
+    # A staircase that no step of meets the target: the best of what was tried.
+    assert round(5 / ablation.meet(lambda x: round(5 / x), 0.1, 10, (50, 0.5), 7.4)) == 7
 
 
 @pytest.fixture(scope="module")
@@ -86,27 +93,30 @@ def subject():
 def test_the_whole_ablation_and_going_on_with_it(subject, tmp_path, monkeypatch):
     monkeypatch.setattr(ablation, "TIGHT", (1 / 16,))
     monkeypatch.setattr(ablation, "LOOSE", ())
-    monkeypatch.setattr(ablation, "HALVINGS", 9)
     monkeypatch.setattr(ablation, "WEIGHINGS", ("share",))
+    few = ablation.calibration_prompts(32)
+    monkeypatch.setattr(ablation, "calibration_prompts", lambda: few)
     assert ablation.sizes(64) == {4: True}
-    calibration = Subject(
-        "m", model_path(), predictor_path(), ablation.calibration_prompts(32), max_tokens=4, dtype="float32"
-    )
-    assert not {p.text for p in calibration.prompts} & {p.text for p in subject.prompts}
-    beside = ablation.Calibration.beside(subject, calibration)
-    assert beside.batches == 2
-    chosen = ablation.variants(beside, 4)
-    target = beside.active_mean(chosen["uniform"])
+    assert not {p.text for p in few} & {p.text for p in subject.prompts}
+    store = Store(tmp_path / "rows", subject.identity(), resume=True)
+    places = ablation.tune_all(subject, store)
+    chosen = {own.name: own.unit.variant for own in places}
+    assert list(chosen) == ["uniform", "plan by share", "energy", "share", "renormalise", "scaled"]
+    target = ablation.active_mean(subject, chosen["uniform"])
     for name in ("energy", "share"):
-        assert beside.active_mean(chosen[name]) == pytest.approx(target, rel=0.03), name
+        assert ablation.active_mean(subject, chosen[name]) == pytest.approx(target, rel=0.02), name
         assert chosen[name].budget.startswith(f"{name}:0.")
     assert sum(budget.experts for budget in read_layers(chosen["plan by share"].budget).layers.values()) == 16
     assert all(0.5 < factor < 2 for factor in read_scales(chosen["scaled"].options["scale"]).values())
-    monkeypatch.setattr(ablation, "variants", lambda *args: chosen)
-    store = Store(tmp_path / "rows", subject.identity(), resume=True)
-    rows = ablation.run_ablation(subject, calibration, store)
+
+    def fail(*args):
+        raise AssertionError("what is there was done again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ablation, "variants", fail)
+        assert ablation.tune_all(subject, store) == places
+    rows = ablation.ablation_rows(places, run_units(subject, [own.unit for own in places], store))
     by_name = {own.name: own.row for own in rows}
-    assert list(by_name) == ["uniform", "plan by share", "energy", "share", "renormalise", "scaled"]
     uniform = by_name["uniform"]
     assert uniform["active_max"] == 4 < min(by_name[name]["active_max"] for name in ("energy", "share"))
     for name in ("renormalise", "scaled"):
@@ -115,12 +125,6 @@ def test_the_whole_ablation_and_going_on_with_it(subject, tmp_path, monkeypatch)
     assert by_name["scaled"]["layer_error"] < uniform["layer_error"] * 1.02
     text = to_markdown(ablation.section({"m": rows}))
     assert "| **uniform, M=4 (tight)** |" in text and "scaled: tight, ahead " in text
-
-    def fail(*args):
-        raise AssertionError("a row that is there was evaluated again")
-
-    monkeypatch.setattr("calibrate.evaluation.units.run_unit", fail)
-    assert [own.row for own in ablation.run_ablation(subject, calibration, store)] == [own.row for own in rows]
 
 
 def test_sizes_of_the_report():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from base_core.artifact import from_bfloat16, to_bfloat16
+from base_core.artifact import from_bfloat16, from_int8, to_bfloat16, to_int8
 from base_core.embedded.tasks import TASKS
 from calibrate.evaluation import ablations_predictor as study
 from calibrate.evaluation.ablations_predictor import Settings, judge, run_predictors, section
@@ -149,12 +149,9 @@ def test_shared_basis_is_the_best_of_its_rank(subject, gathered, by_predictions)
 
 
 def test_storage(subject):
-    np.testing.assert_allclose(
-        study.through_int8(np.float32([[127, 0.6, -63.4], [0, 0, 0]])), [[127, 1, -63], [0, 0, 0]], atol=1e-5
-    )
-    weight = np.random.default_rng(0).normal(size=(9, 40)).astype(np.float32)
-    step = np.abs(weight).max(1, keepdims=True) / 127
-    assert (np.abs(study.through_int8(weight) - weight) <= step * 0.5001).all()
+    steps = study.stored(subject.predictor, "int8")
+    for i, layer in subject.predictor.layers.items():
+        np.testing.assert_array_equal(steps.layers[i].weight, from_int8(*to_int8(layer.weight)))
     half = study.stored(subject.predictor, "bfloat16")
     for i, layer in subject.predictor.layers.items():
         np.testing.assert_array_equal(half.layers[i].weight, from_bfloat16(to_bfloat16(layer.weight)))
@@ -216,7 +213,7 @@ def test_the_whole_study_and_going_on_with_it(subject, tmp_path, monkeypatch):
 
 
 def test_a_task_left_out_is_not_in_the_fit(subject, gathered):
-    make = study._Predictors(subject, SMALL)
+    make = study.Predictors(subject, SMALL)
     make.__dict__["gathered"] = gathered
     for i, own in study.total(gathered.parts[task] for task in TASKS if task != "count").items():
         np.testing.assert_array_equal(make.without("count").layers[i].weight, fit_layer(own).predictor.weight)

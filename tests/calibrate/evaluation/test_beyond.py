@@ -20,10 +20,10 @@ def small(monkeypatch):
 def test_without_mlx(small, monkeypatch):
     monkeypatch.setattr(beyond, "find_spec", lambda name: None)
     found = beyond.run_studies(make_subject(), checkpoint())
-    assert list(found) == ["predictor", "independence", "speculation"]
+    assert list(found) == ["predictor", "audit", "speculation", "independence"]
     blocks = beyond.sections({"tiny": found})
     titles = [block.text for block in blocks if isinstance(block, Heading)]
-    assert len(titles) == 6 and titles[-1] == "tiny, torch, 2 prompts"
+    assert len(titles) == 8 and titles[-1] == "tiny, torch, 2 prompts"
     assert beyond.NO_MLX in to_markdown(blocks)
 
 
