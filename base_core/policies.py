@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from base_core.budget import Budget
 from base_core.routing import Routing, most_preferred
-from base_core.selection import DECODE, PADDING, PREFILL, Denominator, Selection, fill_slots, select
+from base_core.selection import DECODE, PADDING, PREFILL, Denominator, Selection, fill_slots, named, select
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Step:
 
     def members(self, ids: NDArray) -> NDArray:
         """bool [E]: the experts that decode rows name in `ids` [T, any]."""
-        return np.isin(np.arange(self.num_experts), ids[self.rows == DECODE])
+        return named(ids[self.rows == DECODE], self.num_experts)
 
 
 @dataclass(frozen=True)
@@ -362,7 +362,7 @@ def _untouched(step: Step) -> Selection:
 def _executed(step: Step, ids: NDArray, weights: NDArray, cost: NDArray) -> Selection:
     """What real rows execute is what is read; padding rows repeat an active expert with weight 0."""
     real = step.rows != PADDING
-    active = np.isin(np.arange(step.num_experts), ids[real])
+    active = named(ids[real], step.num_experts)
     return Selection(
         np.where(real[:, None], ids, active.argmax()),
         np.where(real[:, None], weights, 0).astype(np.float32),

@@ -74,6 +74,11 @@ def _sum_by_expert(ids, values, voting, num_experts) -> NDArray[np.float32]:
     return table.sum(axis=0)
 
 
+def named(ids: NDArray, num_experts: int) -> NDArray[np.bool_]:
+    """The experts that occur in `ids`, of any shape: bool [E]."""
+    return np.bincount(ids.ravel(), minlength=num_experts) > 0
+
+
 def ranking_cost(
     ranking: Ranking,
     ids: NDArray,
@@ -239,10 +244,10 @@ def _select(scores, ids, weights, energy, budget, preference, kinds, groups, ran
         else ranking_cost(ranking, ids, weights, energy, preference, voting)
     )
     if budget.is_off:
-        return Selection(ids, weights, np.isin(np.arange(E), ids), cost)
+        return Selection(ids, weights, named(ids, E), cost)
 
     real = kinds != PADDING
-    union = np.isin(np.arange(E), ids[real])
+    union = named(ids[real], E)
     untouched = bool((kinds == PREFILL).any()) or not np.isfinite(cost).all()
     active = union if untouched else active_set(cost, union, budget, None if groups is None else np.asarray(groups))
     keeps_native = real & active[ids].all(1)
@@ -282,7 +287,7 @@ def _check(scores, ids, weights, energy, preference, kinds, groups) -> None:
         raise ValueError(f"ids run from {ids.min()} to {ids.max()}: expected 0..{E - 1}")
     if (np.diff(np.sort(ids, axis=1), axis=1) == 0).any():
         raise ValueError("ids repeats an expert within a row: pass the router's own distinct top-k")
-    if not np.isin(kinds, (PADDING, DECODE, PREFILL)).all():
+    if ((kinds < PADDING) | (kinds > PREFILL)).any():
         raise ValueError(
             f"rows holds {sorted(set(kinds.tolist()))}: only 0 (padding), 1 (decode) and 2 (prefill) are known"
         )
