@@ -1,7 +1,8 @@
 """The predictor artifact: one safetensors file that every backend loads.
 
-Tensors `layers.{i}.weight [E, d]`, `layers.{i}.bias [E]`, `layers.{i}.mean_energy [E]` in float32 or bfloat16; the
-metadata holds one JSON document: the card, and a SHA-256 over it and the tensors.
+Tensors `layers.{i}.weight [E, d]`, `layers.{i}.bias [E]`, `layers.{i}.mean_energy [E]` in float32 or bfloat16, the
+weight also in int8 with a float32 factor for each row, `layers.{i}.weight_scale [E]`. The metadata holds one JSON
+document: the card, and a SHA-256 over it and the tensors.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from huggingface_hub import hf_hub_download
@@ -23,7 +24,12 @@ from base_core.predictor import Card, LayerPredictor, Predictor, PredictorError
 
 FILE_NAME = "predictor.safetensors"
 CARD_KEY, CHECKSUM = "base_moe", "sha256"
+SCALE = "weight_scale"
 TENSORS = ("weight", "bias", "mean_energy")
+Dtype = Literal["float32", "bfloat16", "int8"]
+DTYPES = get_args(Dtype)
+STORED = {np.dtype(np.float32): "float32", np.dtype(np.uint16): "bfloat16", np.dtype(np.int8): "int8"}
+"""Names in safetensors; bfloat16 is handled as its 16 bits."""
 
 
 def to_bfloat16(array: NDArray) -> NDArray[np.uint16]:
@@ -37,6 +43,17 @@ def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def to_int8(weight: NDArray) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Rows of [E, d] in 255 steps between minus and plus their largest magnitude: the steps, and factors [E]."""
+    scale = np.maximum(np.abs(weight).max(1), np.finfo(np.float32).tiny).astype(np.float32) / np.float32(127)
+    return np.rint(weight / scale[:, None]).clip(-127, 127).astype(np.int8), scale
+
+
+def from_int8(steps: NDArray[np.int8], scale: NDArray[np.float32]) -> NDArray[np.float32]:
+    """float32 values [E, d] of what `to_int8` gave."""
+    return steps * scale[:, None]
+
+
 def checksum(document: dict, tensors: dict[str, bytes]) -> str:
     """SHA-256 over a JSON document and tensors."""
     digest = hashlib.sha256(json.dumps(document, sort_keys=True).encode())
@@ -45,22 +62,26 @@ def checksum(document: dict, tensors: dict[str, bytes]) -> str:
     return digest.hexdigest()
 
 
-def save_predictor(
-    path: str | os.PathLike, predictor: Predictor, dtype: Literal["float32", "bfloat16"] = "float32"
-) -> None:
+def save_predictor(path: str | os.PathLike, predictor: Predictor, dtype: Dtype = "float32") -> None:
     """Writes the artifact, whole or not at all.
 
     Args:
         dtype: of `weight` on disk; the small tensors stay float32.
+
+    Raises:
+        ValueError: an unknown dtype.
     """
-    if dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"dtype {dtype!r} cannot be stored: choose float32 or bfloat16")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} cannot be stored: choose one of {', '.join(DTYPES)}")
     card = predictor.card.to_document()
     arrays: dict[str, NDArray] = {}
     for i, layer in predictor.layers.items():
-        for name in TENSORS:
-            array = np.ascontiguousarray(getattr(layer, name), np.float32)
-            arrays[f"layers.{i}.{name}"] = to_bfloat16(array) if name == "weight" and dtype == "bfloat16" else array
+        own: dict[str, NDArray] = {name: np.ascontiguousarray(getattr(layer, name), np.float32) for name in TENSORS}
+        if dtype == "bfloat16":
+            own["weight"] = to_bfloat16(own["weight"])
+        elif dtype == "int8":
+            own["weight"], own[SCALE] = to_int8(own["weight"])
+        arrays.update({f"layers.{i}.{name}": array for name, array in own.items()})
     card[CHECKSUM] = checksum(card, {name: array.tobytes() for name, array in arrays.items()})
     specs = {name: _spec(array) for name, array in arrays.items()}
     # One key only: safetensors writes several in no fixed order, and one predictor must always give the same bytes.
@@ -68,9 +89,8 @@ def save_predictor(
 
 
 def _spec(array: NDArray) -> TensorSpec:
-    """Borrows `array`, whose uint16 bits are bfloat16; keep it alive while the spec is in use."""
-    stored = "bfloat16" if array.dtype == np.uint16 else "float32"
-    return TensorSpec(dtype=stored, shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes)
+    """Borrows `array`; keep it alive while the spec is in use."""
+    return TensorSpec(dtype=STORED[array.dtype], shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes)
 
 
 def read_metadata(content: bytes) -> dict[str, str]:
@@ -104,22 +124,30 @@ def read_predictor(content: bytes, name: str) -> Predictor:
         card = Card.from_document(document)
     except PredictorError as error:
         raise PredictorError(f"{name}: {error}") from error
-    layers = {}
-    for i in card.layers:
-        arrays = {}
-        for tensor in TENSORS:
-            key = f"layers.{i}.{tensor}"
-            if key not in stored:
-                raise PredictorError(f"{name} lacks the tensor {key!r}: calibrate again")
-            dtype, shape = stored[key]["dtype"], stored[key]["shape"]
-            if dtype == "F32":
-                array = np.frombuffer(data[key], np.float32)
-            elif dtype == "BF16":
-                array = from_bfloat16(np.frombuffer(data[key], np.uint16))
-            else:
-                raise PredictorError(f"{name}: tensor {key!r} has dtype {dtype}, expected F32 or BF16")
-            arrays[tensor] = array.reshape(shape)
-        layers[i] = LayerPredictor(**arrays)
+
+    def tensor(key: str, scale: str | None = None) -> NDArray[np.float32]:
+        if key not in stored:
+            raise PredictorError(f"{name} lacks the tensor {key!r}: calibrate again")
+        dtype, shape = stored[key]["dtype"], stored[key]["shape"]
+        if dtype == "F32":
+            return np.frombuffer(data[key], np.float32).reshape(shape)
+        if dtype == "BF16":
+            return from_bfloat16(np.frombuffer(data[key], np.uint16)).reshape(shape)
+        if dtype != "I8" or scale is None:
+            allowed = "F32 or BF16" if scale is None else "F32, BF16 or I8"
+            raise PredictorError(f"{name}: tensor {key!r} has dtype {dtype}, expected {allowed}")
+        factors = tensor(scale)
+        if len(shape) != 2 or factors.shape != (shape[0],):
+            raise PredictorError(f"{name}: tensor {key!r} has shape {shape}, its factors {scale!r} {factors.shape}")
+        return from_int8(np.frombuffer(data[key], np.int8).reshape(shape), factors)
+
+    layers = {
+        i: LayerPredictor(
+            tensor(f"layers.{i}.weight", f"layers.{i}.{SCALE}"),
+            *(tensor(f"layers.{i}.{small}") for small in TENSORS[1:]),
+        )
+        for i in card.layers
+    }
     try:
         return Predictor(card, layers)
     except PredictorError as error:

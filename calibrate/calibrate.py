@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from transformers import AutoConfig, AutoTokenizer
 
 from base_core import save_predictor
+from base_core.artifact import DTYPES as PREDICTOR_DTYPES
 from base_core.embedded import PREFIX, resolve_model
 from base_core.rivals import DEFAULT_RIVAL_TOKENS, save_rivals
 from calibrate.inspect import describe
@@ -113,7 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-dtype", choices=DTYPES, default="auto", help="of the weights; auto is the checkpoint's"
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the predictor's file")
+    parser.add_argument("--dtype", choices=PREDICTOR_DTYPES, default="float32", help="of the predictor's file")
     parser.add_argument("--resume", action="store_true", help="go on from OUT.partial, if it is there")
     parser.add_argument(
         "--checkpoint-minutes",

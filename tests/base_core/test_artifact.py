@@ -7,10 +7,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from base_core import Card, LayerPredictor, Predictor, PredictorError, load_predictor, save_predictor
-from base_core.artifact import CARD_KEY, from_bfloat16, read_predictor, to_bfloat16
+from base_core.artifact import (
+    CARD_KEY,
+    CHECKSUM,
+    DTYPES,
+    checksum,
+    from_bfloat16,
+    from_int8,
+    read_predictor,
+    to_bfloat16,
+    to_int8,
+)
 from base_core.fingerprint import FINGERPRINT_TOLERANCE, fingerprint_distance, router_fingerprint
 
 E, D, LAYERS = 6, 16, (2, 10)
@@ -44,7 +55,7 @@ def make_predictor(seed=0):
     return Predictor(card, layers)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_round_trip(tmp_path, dtype):
     predictor = make_predictor()
     path = tmp_path / "predictor.safetensors"
@@ -56,10 +67,53 @@ def test_round_trip(tmp_path, dtype):
             expected = predictor.layers[i].weight
             if dtype == "bfloat16":
                 expected = from_bfloat16(to_bfloat16(expected))
+            elif dtype == "int8":
+                expected = from_int8(*to_int8(expected))
             np.testing.assert_array_equal(loaded.layers[i].weight, expected)
             np.testing.assert_array_equal(loaded.layers[i].bias, predictor.layers[i].bias)
             np.testing.assert_array_equal(loaded.layers[i].mean_energy, predictor.layers[i].mean_energy)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_int8_steps():
+    steps, scale = to_int8(np.float32([[127, 0.6, -63.4], [0, 0, 0], [-2, 1, 0.5]]))
+    np.testing.assert_array_equal(steps, [[127, 1, -63], [0, 0, 0], [-127, 64, 32]])
+    np.testing.assert_allclose(scale, [1, 0, 2 / 127], atol=1e-30)
+    weight = np.random.default_rng(0).normal(size=(9, 40)).astype(np.float32)
+    steps, scale = to_int8(weight)
+    assert (np.abs(from_int8(steps, scale) - weight) <= scale[:, None] * 0.5001).all()
+
+
+def test_int8_is_a_quarter_of_the_file(tmp_path):
+    sizes = []
+    for dtype in ("float32", "int8"):
+        save_predictor(tmp_path / dtype, make_predictor(), dtype)
+        sizes.append((tmp_path / dtype).stat().st_size)
+    saved = len(LAYERS) * (E * D * 3 - E * 4)
+    assert sizes[0] - sizes[1] == pytest.approx(saved, abs=200), "but for the header's longer list of tensors"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("layers.2.weight_scale"), "lacks the tensor 'layers.2.weight_scale'"),
+        (lambda t: t.update({"layers.2.weight_scale": np.ones(E - 1, np.float32)}), r"has shape .*, its factors"),
+        (lambda t: t.update({"layers.2.bias": np.ones(E, np.int8)}), "'layers.2.bias' has dtype I8, expected F32 or"),
+        (lambda t: t.update({"layers.2.weight": np.ones((E, D), np.int16)}), "expected F32, BF16 or I8"),
+        (lambda t: t.update({"layers.2.weight_scale": np.full(E, np.nan, np.float32)}), "not finite"),
+    ],
+)
+def test_int8_that_does_not_fit(tmp_path, change, message):
+    path = tmp_path / "p"
+    save_predictor(path, make_predictor(), "int8")
+    with safe_open(path, "numpy") as file:
+        tensors, document = {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()[CARD_KEY])  # noqa: SIM118
+    change(tensors)
+    del document[CHECKSUM]
+    document[CHECKSUM] = checksum(document, {name: array.tobytes() for name, array in tensors.items()})
+    save_file(tensors, path, {CARD_KEY: json.dumps(document)})
+    with pytest.raises(PredictorError, match=message):
+        load_predictor(path)
 
 
 def test_same_predictor_same_bytes(tmp_path):
