@@ -25,6 +25,7 @@ from backends.cuda.cpu_linear import cpu_path
 from backends.cuda.experts import EXPERTS_IMPLEMENTATION, INTERPRETED, register_experts
 from backends.cuda.families import FAMILIES, find_moe_layers, fingerprint
 from backends.cuda.integration import base_budget
+from backends.cuda.rivals import Oea, Rule, Sere, XShare, rival
 from backends.cuda.roof import bandwidth_probe, cached_seconds, seconds
 from backends.cuda.shapes import SHAPES, Shape
 from base_core import Budget, Predictor
@@ -32,8 +33,8 @@ from base_core.predictor import random_predictor
 from base_core.report import format_table, report_row, write_report
 
 DESCRIPTION = (
-    "Time MoE layers of a model's true width, random weights, one decode step: stock, dense, and under budgets. On a "
-    "GPU also a whole model of random weights, and rivals at equal active experts."
+    "Time MoE layers of a model's true width, random weights, one decode step: stock, dense, under budgets, and "
+    "rivals. On a GPU also a whole model of random weights."
 )
 
 DEFAULT_SHAPE = "qwen3-30b-a3b"
@@ -101,25 +102,50 @@ class RoutedStack(nn.Module):
 
 @dataclass(frozen=True)
 class Variant:
-    """One row of the table: `stock`, `dense` (our experts, native routing) or `base` under a budget."""
+    """One row of the table: `stock`, `dense` (our experts, native routing), `base` under a budget, or a rival."""
 
     policy: str
     budget: Budget | None = None
+    rule: Rule | None = None
+    setting: str | None = None
+
+    @property
+    def shown_budget(self) -> str | None:
+        """The budget, or the rival's own number."""
+        return self.setting if self.budget is None else str(self.budget)
 
     @property
     def label(self) -> str:
         """As the table names it."""
-        return self.policy if self.budget is None else f"{self.policy} {self.budget}"
+        return self.policy if self.shown_budget is None else f"{self.policy} {self.shown_budget}"
+
+    @property
+    def selects(self) -> bool:
+        """Whether it chooses experts anew after the router."""
+        return self.budget is not None or self.rule is not None
 
     @contextlib.contextmanager
     def applied(self, stack: RoutedStack, predictor: Predictor) -> Iterator[None]:
         """The stack runs as this variant inside the context."""
         stack.config._experts_implementation = "grouped_mm" if self.policy == "stock" else EXPERTS_IMPLEMENTATION
-        if self.budget is None:
-            yield
-        else:
+        if self.budget is not None:
             with base_budget(stack, predictor, self.budget):
                 yield
+        elif self.rule is not None:
+            with rival(stack, self.rule):
+                yield
+        else:
+            yield
+
+
+def rival_variants(num_experts: int, budget: int) -> list[Variant]:
+    """OEA and SERE at their most restricted and XShare at `budget`, for what their selection takes."""
+    similarity = torch.rand(num_experts, num_experts)
+    return [
+        Variant("oea", rule=Oea(1), setting="k0=1"),
+        Variant("sere", rule=Sere(1, similarity), setting="primary=1"),
+        Variant("xshare", rule=XShare(budget, 1), setting=f"{budget}, k0=1"),
+    ]
 
 
 @dataclass(frozen=True)
@@ -269,13 +295,13 @@ def to_rows(
             * statistics.median(a / s for a, s in zip(samples.active, samples.seconds, strict=True))
         )
         selection = None
-        if variant.budget is not None:
+        if variant.selects:
             selection = statistics.median(samples.router_seconds) - dense_router
         rows.append(
             report_row(
                 model=shape.name,
                 policy=variant.policy,
-                budget=None if variant.budget is None else str(variant.budget),
+                budget=variant.shown_budget,
                 batch=batch,
                 active_mean=statistics.mean(samples.active),
                 ms_per_step=step * 1e3,
@@ -444,11 +470,12 @@ def _run_on_cpu(args: argparse.Namespace) -> None:
     stack = RoutedStack(shape, args.layers, dtype, device)
     predictor = predictor_for(stack, args.seed)
     batches = [torch.randn(batch, shape.hidden_size, dtype=dtype, device=device) for _ in range(INPUTS)]
-    variants = [Variant("stock"), Variant("dense"), *(Variant("base", budget) for budget in budgets)]
+    own = [Variant("stock"), Variant("dense"), *(Variant("base", budget) for budget in budgets)]
+    variants = [*own, *rival_variants(shape.num_experts, budgets[0].limit(shape.num_experts))]
 
     probe = bandwidth_probe(device)
     bytes_per_s = statistics.median(probe() for _ in range(PROBES))
-    limits = {v.label: find_limits(stack, predictor, v, batches, shape, bytes_per_s) for v in variants[1:]}
+    limits = {v.label: find_limits(stack, predictor, v, batches, shape, bytes_per_s) for v in own[1:]}
     pair_flop = 2 * shape.expert_bytes(dtype) // dtype.itemsize
     print_limits(batch, bytes_per_s, limits, pair_flop)
     path = cpu_path()

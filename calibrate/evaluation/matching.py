@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,20 +91,27 @@ class StepCost:
     """Time of one MoE layer by what it reads, from a bench file.
 
     Attributes:
-        fixed_ms, expert_ms: ms a layer = fixed_ms + expert_ms * active experts, least squares over the bench's rows.
-        selection_ms: what BASE's selection adds to a layer.
+        fixed_ms, expert_ms: ms a layer = fixed_ms + expert_ms * active experts, least squares over the bench's rows
+            without what their selection takes.
+        selection_ms: by policy, what its selection adds to a layer. One that was not measured counts as free.
         source: name of the file.
+        what: model shape, rows and machine of the bench, in words.
     """
 
     fixed_ms: float
     expert_ms: float
-    selection_ms: float
+    selection_ms: Mapping[str, float]
     source: str
+    what: str
 
-    @property
-    def spared(self) -> float:
-        """Experts that BASE's selection costs. The rivals' selection counts as free."""
-        return max(0.0, self.selection_ms / self.expert_ms)
+    def spared(self, rival: str) -> float:
+        """Experts that BASE has to do with less than this policy, because its selection takes longer."""
+        more = self.selection_ms["base"] - self.selection_ms.get(rival, 0.0)
+        return more / self.expert_ms
+
+    def layer_ms(self, policy: str, experts: float) -> float:
+        """Time of a layer."""
+        return self.fixed_ms + self.expert_ms * experts + self.selection_ms.get(policy, 0.0)
 
     @classmethod
     def read(cls, path: Path) -> StepCost:
@@ -114,20 +121,26 @@ class StepCost:
             ValueError: a file that is none, or whose rows do not give a cost for each expert.
         """
         try:
-            rows = json.loads(path.read_text())["rows"]
-            timed = [row for row in rows if row["policy"] in ("dense", "base")]
-            points = [(row["active_mean"], row["ms_per_layer"]) for row in timed]
-            selection = [row["selection_ms_per_layer"] for row in timed if row["selection_ms_per_layer"] is not None]
+            report = json.loads(path.read_text())
+            rows = [row for row in report["rows"] if row["policy"] in ("dense", "base")]
+            points = [(r["active_mean"], r["ms_per_layer"] - (r["selection_ms_per_layer"] or 0)) for r in rows]
+            taken: dict[str, list[float]] = {}
+            for row in report["rows"]:
+                if row.get("selection_ms_per_layer") is not None:
+                    taken.setdefault(row["policy"], []).append(row["selection_ms_per_layer"])
+            selection = {policy: max(0.0, float(np.median(found))) for policy, found in taken.items()}
             active, milliseconds = np.array(points, float).T
             slope, fixed = np.polyfit(active, milliseconds, 1)
-            selection_ms = float(np.median(selection))
-        except (OSError, ValueError, KeyError, TypeError, np.linalg.LinAlgError) as error:
+            what = f"{rows[0]['model']}, {rows[0]['batch']} rows, {report['versions']['platform']}"
+            if "base" not in selection:
+                raise ValueError("no time for BASE's selection")
+        except (OSError, ValueError, KeyError, TypeError, IndexError, np.linalg.LinAlgError) as error:
             raise ValueError(f"--bench {str(path)!r} is no file of base-moe bench --json: {error}") from error
-        if not (slope > 0 and np.isfinite([slope, fixed, selection_ms]).all()):
+        if not (slope > 0 and np.isfinite([slope, fixed, *selection.values()]).all()):
             raise ValueError(
                 f"--bench {str(path)!r}: time does not grow with experts there; measure on a quiet machine"
             )
-        return cls(float(fixed), float(slope), selection_ms, path.name)
+        return cls(float(fixed), float(slope), selection, path.name, what)
 
 
 def experts_for(rows: Sequence[Row], accuracy: float) -> float | None:

@@ -32,7 +32,8 @@ def sized_by_options(policy: str, subject: Subject) -> list[dict[str, Any]]:
         denominator = "renormalise" if subject.normalises else "native"
         return [{"k": n, "denominator": denominator} for n in few]
     if policy == "oea":
-        return [{"k0": n} for n in few]
+        # The authors renormalise; with BASE's denominator what remains are ranking and size.
+        return [*({"k0": n} for n in few), *({"k0": n, "denominator": "native"} for n in few[:2])]
     if policy == "sere":
         return [
             {"primary": n, "threshold": threshold, "similarity": kind}

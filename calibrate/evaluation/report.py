@@ -160,12 +160,14 @@ def _versions() -> str:
 def _time(rows: Sequence[Row], cost: StepCost | None) -> list[Block]:
     if cost is None:
         return [Text(NO_TIME)]
+    selection = ", ".join(f"{policy} {ms:.3f}" for policy, ms in cost.selection_ms.items())
     return [
         Heading(3, "At equal time for a step"),
         Text(
-            f"From `{cost.source}`: a layer takes {cost.fixed_ms:.3f} ms + {cost.expert_ms:.4f} ms an expert; "
-            f"BASE's selection adds {cost.selection_ms:.3f} ms, the time of {cost.spared:.1f} experts, which BASE "
-            "has to do without here. The rivals' own selection is taken as free."
+            f"From `{cost.source}` of `base-moe bench --json` ({cost.what}): a layer takes {cost.fixed_ms:.3f} ms + "
+            f"{cost.expert_ms:.4f} ms an expert, and for the selection, in ms, {selection}; a policy that is not named "
+            "counts as free. An expert more in BASE's favour or against it for every "
+            f"{cost.expert_ms:.4f} ms of difference."
         ),
         tables.equal_time(rows, cost),
     ]

@@ -190,9 +190,14 @@ def at_every_step(rows: Sequence[Row]) -> list[Comparison]:
     return _compared((match_every_step(row, rows), row) for row in rows if row["policy"] in RIVALS)
 
 
-def on_average(rows: Sequence[Row], spared: float = 0.0) -> list[Comparison]:
-    """BASE at a fixed budget against every rival's row, with no more experts on average."""
-    return _compared((match_fixed(row, rows, spared), row) for row in rows if row["policy"] in RIVALS)
+def on_average(rows: Sequence[Row], cost: StepCost | None = None) -> list[Comparison]:
+    """BASE at a fixed budget against every rival's row, with no more experts on average, or no more time for a step."""
+    pairs = []
+    for row in rows:
+        if row["policy"] in RIVALS:
+            spared = 0.0 if cost is None else cost.spared(row["policy"])
+            pairs.append((match_fixed(row, rows, spared), row))
+    return _compared(pairs)
 
 
 def _compared(pairs: Iterable[tuple[Row | None, Row]]) -> list[Comparison]:
@@ -250,13 +255,13 @@ def equal_quality(rows: Sequence[Row]) -> Table:
 
 
 def equal_time(rows: Sequence[Row], cost: StepCost) -> Table:
-    """BASE against each rival at no more time a layer, BASE's selection charged and the rivals' free."""
-    found = on_average(rows, cost.spared)
+    """BASE against each rival at no more time a layer, each with its own selection."""
+    found = on_average(rows, cost)
     table = comparison_table(found)
     times = [
         [
-            f"{cost.fixed_ms + cost.expert_ms * c.rival['active_mean']:.3f}",
-            f"{cost.fixed_ms + cost.expert_ms * c.base['active_mean'] + cost.selection_ms:.3f}",
+            f"{cost.layer_ms(c.rival['policy'], c.rival['active_mean']):.3f}",
+            f"{cost.layer_ms('base', c.base['active_mean']):.3f}",
         ]
         for c in found
     ]

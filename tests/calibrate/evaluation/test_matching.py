@@ -165,7 +165,8 @@ def test_experts_for_an_accuracy():
 
 
 def write_bench(path, rows):
-    path.write_text(json.dumps({"rows": rows}))
+    facts = {"model": "wide", "batch": 16}
+    path.write_text(json.dumps({"rows": [{**facts, **row} for row in rows], "versions": {"platform": "here"}}))
     return path
 
 
@@ -174,10 +175,15 @@ def bench_row(policy, experts, ms, selection=None):
 
 
 def test_cost_of_a_step(tmp_path):
-    rows = [bench_row("stock", 80, 99.0), bench_row("dense", 80, 17.0), bench_row("base", 10, 3.0, 0.4)]
+    rows = [bench_row("stock", 80, 99.0), bench_row("dense", 80, 17.0), bench_row("base", 10, 3.4, 0.4)]
+    rows += [bench_row("oea", 15, 4.1, 0.1), bench_row("xshare", 10, 3.6, 0.6)]
     cost = StepCost.read(write_bench(tmp_path / "b.json", rows))
-    assert (cost.fixed_ms, cost.expert_ms, cost.selection_ms) == pytest.approx((1.0, 0.2, 0.4))
-    assert cost.spared == pytest.approx(2)
+    assert (cost.fixed_ms, cost.expert_ms) == pytest.approx((1.0, 0.2))
+    assert cost.selection_ms == pytest.approx({"base": 0.4, "oea": 0.1, "xshare": 0.6})
+    spared = {rival: cost.spared(rival) for rival in ("oea", "xshare", "lynx")}
+    assert spared == pytest.approx({"oea": 1.5, "xshare": -1, "lynx": 2})
+    assert cost.layer_ms("oea", 15) == pytest.approx(4.1) and cost.layer_ms("dense", 80) == pytest.approx(17)
+    assert cost.what == "wide, 16 rows, here"
 
 
 @pytest.mark.parametrize(
@@ -185,6 +191,7 @@ def test_cost_of_a_step(tmp_path):
     [
         ([], "no file of base-moe bench"),
         ([{"policy": "dense"}], "no file of base-moe bench"),
+        ([bench_row("dense", 80, 17.0), bench_row("base", 10, 3.0)], "no time for BASE's selection"),
         ([bench_row("dense", 80, 1.0), bench_row("base", 10, 3.0, 0.4)], "does not grow"),
     ],
 )
@@ -197,9 +204,10 @@ def test_equal_time_charges_base_with_its_selection():
     right = [True] * 4
     rows = [row(Variant("dense"), 30.0, right), row(Variant("oea", options={"k0": 1}), 6.0, right)]
     rows += [row(Variant("base", str(n)), n, right) for n in (3, 4, 6)]
-    table = tables.equal_time(rows, StepCost(1.0, 0.2, 0.4, "b.json"))
-    (line,) = table.rows
+    (line,) = tables.equal_time(rows, StepCost(1.0, 0.2, {"base": 0.4}, "b.json", "here")).rows
     assert line[4:6] == ["@4", "4.00"] and line[-2:] == ["2.200", "2.200"]
+    (line,) = tables.equal_time(rows, StepCost(1.0, 0.2, {"base": 0.4, "oea": 0.4}, "b.json", "here")).rows
+    assert line[4:6] == ["@6", "6.00"] and line[-2:] == ["2.600", "2.600"]
 
 
 def test_ladder_stays_inside():
