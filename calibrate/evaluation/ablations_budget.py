@@ -133,8 +133,7 @@ def variants(subject: Subject, calibration: Subject, experts: int) -> dict[str, 
     """
     fixed = Variant("base", str(experts))
     found = {"uniform": fixed}
-    for weighing in WEIGHINGS:
-        damage = record_damage(calibration, BATCH, experts, weighing)
+    for weighing, damage in record_damage(calibration, BATCH, experts, WEIGHINGS).items():
         found[f"plan by {weighing}"] = Variant("base", write_layers(allocate(damage, experts * len(damage))))
     target = active_mean(subject, fixed)
     for form in ("energy", "share"):

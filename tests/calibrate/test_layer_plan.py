@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 
 from base_core import Budget, LayerPredictor, load_plan
+from base_core.embedded import model_path, predictor_path
 from base_core.embedded.tasks import evaluation_examples
 from base_core.policies import Step
 from base_core.routing import Routing
 from calibrate.cli import main
-from calibrate.layer_plan import WEIGHINGS, CurveRecorder, allocate, plan_of
+from calibrate.evaluation.prompt_file import Prompt
+from calibrate.evaluation.subject import Subject
+from calibrate.layer_plan import WEIGHINGS, CurveRecorder, allocate, divergence_weights, plan_of, record_damage
 
 PLAN = ["plan", "--prompts", "16", "--max-tokens", "5"]
 
@@ -77,6 +80,24 @@ def test_curves_by_hand():
     first, second = np.array([7, 2, 1, 0, 0]) / 7, np.array([5, 1, 0, 0, 0]) / 5
     np.testing.assert_allclose(recorder.curves[7], (first + second) / 2, atol=1e-6)
     assert recorder.mean_cost == pytest.approx({7: 6.0})
+
+
+def test_weights_by_divergence_starve_no_layer():
+    found = divergence_weights({0: 0.3, 1: 0.1, 2: 0.0, 3: 0.5}, {0: 0.1, 1: 0.1, 2: 0.2, 3: 0.0})
+    assert found == pytest.approx({0: 3, 1: 1, 2: 0.01 * 4 / 3, 3: 4 / 3})
+    assert divergence_weights({0: 0.0, 1: 0.0}, {0: 0.1, 1: 0.0}) == {0: 1, 1: 1}
+
+
+def test_mixed_is_the_geometric_mean_of_share_and_kl():
+    prompts = [Prompt(e.prompt, e.answer, e.task) for e in evaluation_examples(32)]
+    subject = Subject("m", model_path(), predictor_path(), prompts, max_tokens=4, dtype="float32")
+    damage = record_damage(subject, 16, 4, WEIGHINGS)
+    assert list(damage) == list(WEIGHINGS)
+    for layer, mixed in damage["mixed"].items():
+        np.testing.assert_allclose(mixed**2, damage["share"][layer] * damage["kl"][layer], rtol=1e-9, atol=1e-12)
+    (alone,) = record_damage(subject, 16, 4).values()
+    for layer, mixed in damage["mixed"].items():
+        np.testing.assert_allclose(alone[layer], mixed, rtol=1e-9)
 
 
 @pytest.mark.parametrize("by", WEIGHINGS)
