@@ -131,7 +131,9 @@ class StepCost:
             selection = {policy: max(0.0, float(np.median(found))) for policy, found in taken.items()}
             active, milliseconds = np.array(points, float).T
             slope, fixed = np.polyfit(active, milliseconds, 1)
-            what = f"{rows[0]['model']}, {rows[0]['batch']} rows, {report['versions']['platform']}"
+            settings = report["settings"]
+            machine = f"{settings['threads']} CPU threads" if "threads" in settings else settings["device"]
+            what = f"{rows[0]['model']}, {rows[0]['batch']} rows, {machine}, {report['versions']['platform']}"
             if "base" not in selection:
                 raise ValueError("no time for BASE's selection")
         except (OSError, ValueError, KeyError, TypeError, IndexError, np.linalg.LinAlgError) as error:

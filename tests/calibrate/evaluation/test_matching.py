@@ -166,7 +166,8 @@ def test_experts_for_an_accuracy():
 
 def write_bench(path, rows):
     facts = {"model": "wide", "batch": 16}
-    path.write_text(json.dumps({"rows": [{**facts, **row} for row in rows], "versions": {"platform": "here"}}))
+    about = {"versions": {"platform": "here"}, "settings": {"threads": 2}}
+    path.write_text(json.dumps({"rows": [{**facts, **row} for row in rows], **about}))
     return path
 
 
@@ -183,7 +184,7 @@ def test_cost_of_a_step(tmp_path):
     spared = {rival: cost.spared(rival) for rival in ("oea", "xshare", "lynx")}
     assert spared == pytest.approx({"oea": 1.5, "xshare": -1, "lynx": 2})
     assert cost.layer_ms("oea", 15) == pytest.approx(4.1) and cost.layer_ms("dense", 80) == pytest.approx(17)
-    assert cost.what == "wide, 16 rows, here"
+    assert cost.what == "wide, 16 rows, 2 CPU threads, here"
 
 
 @pytest.mark.parametrize(
