@@ -38,6 +38,7 @@ DEFAULT_BATCH = 16
 DEFAULT_MAX_TOKENS = 12
 DEFAULT_BUDGETS = "6.25%,12.5%,25%"
 MOST_WORKERS = 8
+BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 NEEDS_RIVALS = ("sere", "exfold")
 RIVAL_LENGTH = 1024
 RIVAL_TEXT_TOKENS = 210_000
@@ -76,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of the weights")
     parser.add_argument("--backend", choices=("torch", "mlx"), default="torch")
     parser.add_argument(
-        "--bench", type=Path, metavar="FILE", help="of base-moe bench --json: compares at equal time too"
+        "--bench", type=Path, metavar="FILE", help="of base-moe bench --device cpu --json: compares at equal time too"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes rows, settings and versions")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="writes report.md, report.html and figures there")
@@ -356,7 +357,7 @@ def _evaluate_embedded(name: str, args: argparse.Namespace) -> ModelRows:
     what = (name, _embedded_prompts(args.prompts), args.max_tokens, rivals)
     subject = open_embedded(*what)
     store = Store(folder / "rows", subject.identity(), args.resume)
-    anchors, one_task, sweep = plan.anchors(), plan.arrangement_units(), plan.sweep_units(max(1, args.prompts // 2))
+    anchors, one_task, sweep = plan.anchors(), plan.arrangement_units(), plan.sweep_units(max(1, args.prompts // 4))
     source = model_path(name)
     beside = len(beyond.study_jobs(source)) + len(ablations_budget.sizes(subject.num_experts))
     with (
@@ -399,8 +400,15 @@ def _pool(workers: int, make: Callable[..., Subject], *args: Any) -> Iterator[Pr
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(stop, make, *args))
+    before = {name: os.environ.get(name) for name in BLAS_THREADS}
+    os.environ.update(dict.fromkeys(BLAS_THREADS, "1"))  # read by NumPy's BLAS in the processes to come
     try:
         yield pool
     finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
         stop.set()
         pool.shutdown(cancel_futures=True)

@@ -18,7 +18,7 @@ REGIMES = {"restricted": 1, "relaxed": 2}
 """The paper's two regimes by the union of each row's first n experts, which is what OEA and SERE load there."""
 LADDER = (1 / 32, 1 / 16, 3 / 32, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2)
 """Shares of the experts that the curves go through."""
-SERE_THRESHOLDS = {"frobenius": (0.0, 0.3, 0.5), "cosine": (0.0, 0.55), "cka": (0.0, 0.1, 0.3)}
+SERE_THRESHOLDS = {"frobenius": (0.0, 0.3, 0.5), "cosine": (0.0, 0.55), "cka": (0.0, 0.3)}
 """Not comparable across the kinds: a cosine of 0 counts as 0.5."""
 LYNX = ((0.47, 1), (0.5, 1), (0.7, 1), (1.0, 1), (2.0, 1), (3.0, 2))
 SWEEP_BATCHES = (1, 4, 8, 32, 64)
