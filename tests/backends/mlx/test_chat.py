@@ -74,7 +74,7 @@ def test_audit_is_shown_with_the_figures_and_at_the_end(type_lines, predictor_fi
     assert "layer 3" in text and "100.00%" in text
     assert text.count("audit: the predictor drifts by more than 0.25") == 2
     assert not [w for w in recwarn if "audit" in str(w.message)]
-    assert "audit" not in type_lines(options[:4], ["rev abcdef=", "/stats"])
+    assert "energy kept" not in type_lines(options[:4], ["rev abcdef=", "/stats"])
 
 
 def test_bad_flags_are_refused(type_lines, predictor_file):
