@@ -6,19 +6,18 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from base_core import Budget
 from base_core.artifact import FILE_NAME
+from base_core.audit import add_audit_arguments, audit_table
 from base_core.embedded import resolve_model
-from base_core.report import format_table, write_report
+from base_core.report import write_report
 
 DEFAULT_BATCH = 16
 DEFAULT_MAX_TOKENS = 128
-DEFAULT_AUDIT = 16
 BACKENDS = {"torch": "backends.cuda.generate", "mlx": "backends.mlx.generate"}
 DTYPES = ("auto", "float32", "bfloat16")
 DESCRIPTION = "Generates from a file of prompts in batches, every decode step under the expert budget."
@@ -39,18 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights; auto is the checkpoint's")
-    parser.add_argument(
-        "--audit",
-        type=int,
-        nargs="?",
-        const=DEFAULT_AUDIT,
-        default=0,
-        metavar="N",
-        help=f"torch: every N decode steps (alone: {DEFAULT_AUDIT}) also measure true energies; warns of drift",
-    )
-    parser.add_argument(
-        "--audit-correct", action="store_true", help="with --audit: the predictor's intercepts follow what is measured"
-    )
+    add_audit_arguments(parser)
     parser.add_argument("--json", metavar="FILE", help="writes prompts, texts, settings and statistics")
 
 
@@ -68,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
     policy = _policy(args)
     prompts = read_prompts(args.prompts)
     model, predictor = resolve_model(args.model, args.predictor)
-    generated = _generator(args.backend)(
+    generated = _backend(args.backend).generate_texts(
         model,
         _find_predictor(model, predictor, budget),
         budget,
@@ -87,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
     speed = tokens / generated.seconds
     print(f"{len(prompts)} prompts, {tokens} tokens, {speed:.1f} tokens/s{_experts(stats)}", file=sys.stderr)
     if stats.get("audit") is not None:
-        print(_audit_table(stats["audit"]), file=sys.stderr)
+        print(audit_table(stats["audit"]), file=sys.stderr)
     if args.json:
         rows = [
             {"prompt": prompt, "text": text, "tokens": count}
@@ -152,39 +140,19 @@ def _find_predictor(model: str, predictor: str | None, budget: Budget) -> str | 
     return beside
 
 
-def _generator(backend: str) -> Callable[..., Any]:
+def _backend(name: str) -> Any:
     try:
-        return importlib.import_module(BACKENDS[backend]).generate_texts
+        return importlib.import_module(BACKENDS[name])
     except ImportError as error:
-        raise ValueError(f"backend {backend!r} is not installed here ({error}): choose the other one") from error
+        raise ValueError(f"backend {name!r} is not installed here ({error}): choose the other one") from error
 
 
 def _policy(args: argparse.Namespace) -> Any:
-    """The PyTorch backend's policy that an audit takes, or None for the backend's own."""
+    """The backend's policy with the audit asked for, or None for the backend's own."""
     if not args.audit and not args.audit_correct:
         return None
-    if args.backend != "torch":
-        raise ValueError(f"--audit runs on torch: leave out --backend {args.backend}")
-    from backends.cuda.integration import Policy
-
-    return Policy(audit=args.audit, audit_correct=args.audit_correct)
-
-
-def _audit_table(audit: dict[str, Any]) -> str:
-    def cell(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    rows = [
-        [
-            f"layer {a['layer']}",
-            str(a["pairs"]),
-            cell(a["kept_energy"], ".2%"),
-            cell(a["drift"], "+.3f"),
-            cell(a["rms"], ".3f"),
-        ]
-        for a in audit["layers"]
-    ]
-    return format_table([[f"audit, {audit['steps']} steps", "pairs", "energy kept", "drift", "rms"], *rows])
+    counting = {"count_all": True} if args.backend == "mlx" else {}
+    return _backend(args.backend).Policy(audit=args.audit, audit_correct=args.audit_correct, **counting)
 
 
 def _experts(stats: dict[str, Any]) -> str:

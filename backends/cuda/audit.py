@@ -6,67 +6,16 @@ they are read.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from backends.cuda.selection import RowKinds
+from base_core.audit import CORRECTION_RATE, DRIFT_BOUND, SUMS, AuditStats, LayerAudit
 from base_core.selection import LOG_ENERGY_RANGE
 
-DRIFT_BOUND = 0.25
-"""Largest mean drift of a layer, either way, that raises no warning: log-energies, so 28 % of the energy."""
-CORRECTION_RATE = 0.1
-"""Share of an audited step's mean drift of an expert that its intercept takes over."""
-
-
-@dataclass(frozen=True)
-class LayerAudit:
-    """One layer's audit; None where no pair was audited.
-
-    Attributes:
-        layer: its index.
-        pairs: audited pairs: a decode row and a native expert of it that was executed.
-        drift: mean of true minus predicted log-energy, natural log, the predictor as in force at the time. What
-            calibration added for exponentiating is taken off, so that an exact predictor has 0.
-        rms: root of the mean square of the same.
-        kept_energy: share of the step's removal cost that the active set held: true for what was executed, predicted
-            for what was removed.
-    """
-
-    layer: int
-    pairs: int
-    drift: float | None
-    rms: float | None
-    kept_energy: float | None
-
-
-@dataclass(frozen=True)
-class AuditStats:
-    """Of a session: the number of audited decode steps, and the layers under the budget."""
-
-    steps: int
-    layers: tuple[LayerAudit, ...]
-
-    def warning(self) -> str | None:
-        """What to say where a layer drifts beyond `DRIFT_BOUND`, or None."""
-        far = [a for a in self.layers if a.drift is not None and not abs(a.drift) <= DRIFT_BOUND]
-        if not far:
-            return None
-        worst = max(far, key=lambda a: abs(a.drift or 0))
-        return (
-            f"audit: the predictor drifts by more than {DRIFT_BOUND:g} (natural log of the energy) in {len(far)} of "
-            f"{len(self.layers)} layers, most in layer {worst.layer} by {worst.drift:+.3f}: calibrate on text like "
-            f"this, or let audit_correct follow it"
-        )
-
-    def warn(self) -> None:
-        """Raises a Python warning where there is one."""
-        text = self.warning()
-        if text is not None:
-            warnings.warn(text, stacklevel=3)
+__all__ = ["CORRECTION_RATE", "DRIFT_BOUND", "Audit", "AuditStats", "LayerAudit"]
 
 
 class Audit:
@@ -85,8 +34,7 @@ class Audit:
         self.layers, self.every, self.correct, self.folded = tuple(layers), every, correct, tuple(folded)
         self.due = False
         self._passes = 0
-        # Steps, pairs, sum of drift, of its square, cost kept, cost in all.
-        self.sums = torch.zeros(len(self.layers), 6, dtype=torch.float64, device=device)
+        self.sums = torch.zeros(len(self.layers), SUMS, dtype=torch.float64, device=device)
 
     def begin(self, decodes: bool) -> None:
         """Before a forward pass: decides whether it is audited.
@@ -157,16 +105,4 @@ class Audit:
 
     def stats(self) -> AuditStats:
         """What was found so far. Waits for the device."""
-        found, steps = [], 0
-        for layer, (n, pairs, first, second, kept, whole) in zip(self.layers, self.sums.tolist(), strict=True):
-            steps = max(steps, round(n))
-            found.append(
-                LayerAudit(
-                    layer,
-                    round(pairs),
-                    first / pairs if pairs else None,
-                    (second / pairs) ** 0.5 if pairs else None,
-                    kept / whole if whole else None,
-                )
-            )
-        return AuditStats(steps, tuple(found))
+        return AuditStats.of_sums(self.layers, self.sums.tolist())

@@ -29,6 +29,7 @@ from backends.cuda.selection import (
     select_no_sync,
 )
 from base_core import Budget, LayerPredictor, Predictor
+from base_core.audit import NOTHING_TO_WATCH, check_audit
 from base_core.fingerprint import FINGERPRINT_TOLERANCE
 from base_core.selection import DECODE, PADDING, PREFILL, Denominator, Fill, Ranking
 
@@ -75,12 +76,7 @@ class Policy:
             raise ValueError(f"decode_window {self.decode_window} is below 1: give the longest decoding input")
         if self.kernels not in ("auto", "off"):
             raise ValueError(f"kernels {self.kernels!r} is unknown: choose auto or off")
-        if self.audit < 0 or (self.audit_correct and not self.audit):
-            raise ValueError(
-                f"audit {self.audit}: give 1 or more decode steps between two audits, or 0 and no correction"
-            )
-        if self.audit and self.ranking != "removal_cost":
-            raise ValueError(f"audit compares predicted energies, which ranking {self.ranking!r} does not read")
+        check_audit(self.audit, self.audit_correct, self.ranking)
 
     @property
     def is_base(self) -> bool:
@@ -618,7 +614,7 @@ def _check(layers: list[MoELayer], predictor: Predictor | None, budget: Budget, 
     for layer in layers:
         budget.for_layer(layer.index).limit(layer.num_experts)
     if policy.audit and budget.is_off:
-        raise ValueError("audit watches what a budget removes, and the budget is off: give one, or set audit=0")
+        raise ValueError(NOTHING_TO_WATCH)
     first = layers[0]
     if predictor is None:
         if policy.ranking in PREDICTED and not budget.is_off:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import time
+import warnings
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -19,8 +20,9 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from backends.mlx.generate import load, stream_generate
-from backends.mlx.integration import Policy, Session, base_budget
+from backends.mlx.integration import Policy, Session, Stats, base_budget
 from base_core.artifact import load_predictor
+from base_core.audit import add_audit_arguments, audit_table
 from base_core.embedded import resolve_model
 
 DEFAULT_BUDGET = "off"
@@ -43,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_NUM_DRAFT_TOKENS,
         help=f"Drafts that the model checks in one step (default: {DEFAULT_NUM_DRAFT_TOKENS})",
     )
+    add_audit_arguments(parser)
     for action in stock.setup_arg_parser()._actions:
         if not isinstance(action, argparse._HelpAction) and "--pipeline" not in action.option_strings:
             parser._add_action(action)
@@ -100,7 +103,7 @@ class BudgetUI(ChatUI):
 
     def say_stats(self, chat: Chat) -> None:
         """Experts, energy kept, and speed beside the dense model's in this chat."""
-        stats = self._session.stats()
+        stats = self._stats()
         if stats.active_mean is None or stats.kept_energy is None:
             self.say("[ui.muted]no step so far in which the budget could change anything[/ui.muted]")
         else:
@@ -110,6 +113,24 @@ class BudgetUI(ChatUI):
             )
         budget, dense = chat.tokens_per_s()
         self._say_figure("speed", _rate(budget), f"under a budget; dense {_rate(dense)}")
+        self.say_audit()
+
+    def say_audit(self) -> None:
+        """The audit's table, and its warning; nothing without an audit."""
+        audit = self._stats().audit
+        if audit is None:
+            return
+        for line in audit_table(asdict(audit)).splitlines():
+            self._console.print(f"  {line}", markup=False, highlight=False)
+        warning = audit.warning()
+        if warning is not None:
+            self.say(f"[ui.warn]{warning}[/ui.warn]")
+
+    def _stats(self) -> Stats:
+        # What the audit would warn of is said on the screen instead.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="audit: ")
+            return self._session.stats()
 
     def _say_figure(self, name: str, figure: str, remark: str) -> None:
         self.say(f"[ui.label]{name:<7}[/ui.label] [ui.strong]{figure}[/ui.strong] [ui.muted]{remark}[/ui.muted]")
@@ -265,11 +286,16 @@ def run(args: argparse.Namespace) -> None:
                 f"{tokenizer.vocab_size}: take a draft model of the same tokenizer"
             )
     predictor = None if args.predictor is None else load_predictor(args.predictor)
-    policy = Policy(decode_window=1 if draft_model is None else args.num_draft_tokens + 1)
+    policy = Policy(
+        decode_window=1 if draft_model is None else args.num_draft_tokens + 1,
+        audit=args.audit,
+        audit_correct=args.audit_correct,
+    )
     with base_budget(model, predictor, args.budget, policy) as session, BudgetUI(args, session) as ui:
         chat = Chat(model, tokenizer, session, args, draft_model)
         while (query := ui.prompt().strip()) != "q":
             answer(chat, ui, query)
+        ui.say_audit()
         ui.say_bye()
 
 

@@ -12,8 +12,9 @@ import numpy as np
 from mlx import nn
 from numpy.typing import NDArray
 
+from backends.mlx.audit import output_energy
 from backends.mlx.families import MoELayer, find_moe_layers
-from backends.mlx.integration import session_of
+from backends.mlx.integration import session_of, weighted_sum
 
 Sink = Callable[[NDArray, NDArray, NDArray, NDArray], None]
 """Takes router inputs z float32 [n, d], ids int [n, k], energies ||E_e(z)||^2 and weights, both float32 [n, k]."""
@@ -51,13 +52,11 @@ def collecting(model: nn.Module, sinks: Mapping[int, Sink]) -> Iterator[Run]:
         logits = x @ layer.router.weight.T if family.chooses_itself else layer.router(x)
         routing = family.route(block, logits)
         outputs = block[family.experts](x, routing.ids)
-        energy = mx.square(outputs.astype(mx.float32)).sum(axis=-1)
-        pairs = (x.astype(mx.float32), routing.ids, energy, routing.weights.astype(mx.float32))
+        pairs = (x.astype(mx.float32), routing.ids, output_energy(outputs), routing.weights.astype(mx.float32))
         sinks[layer.index](*(np.array(a.reshape(-1, a.shape[-1])[counted]) for a in pairs))
         if layer is layers[-1]:
             raise _Finished
-        y = (outputs * routing.weights[..., None]).sum(axis=-2)
-        y = y.astype(outputs.dtype) if family.keeps_dtype else y
+        y = weighted_sum(outputs, routing.weights, family.keeps_dtype)
         shared = family.shared(block, x)
         return y if shared is None else y + shared
 

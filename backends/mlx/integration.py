@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -21,8 +21,10 @@ import numpy as np
 from mlx import nn
 from mlx.nn.layers.distributed import sum_gradients
 
+from backends.mlx.audit import Audit, output_energy
 from backends.mlx.families import MoELayer, describe, find_moe_layers
 from backends.mlx.selection import SHARE_UNIT, LogEnergy, MlxSelection, Predicted, select_no_sync
+from base_core.audit import NOTHING_TO_WATCH, AuditStats, check_audit
 from base_core.budget import Budget
 from base_core.fingerprint import FINGERPRINT_TOLERANCE
 from base_core.predictor import LayerPredictor, Predictor, PredictorError
@@ -44,6 +46,9 @@ class Policy:
         kernels: `auto` uses the Metal kernels where there is a Metal device, `off` never does, `always` builds them
             into the graph on any machine, for a look at it.
         tolerance: largest distance between the predictor's fingerprint and the model's routers.
+        audit: every so many decode steps the executed experts' true energies are measured beside the predicted ones,
+            see `backends.mlx.audit`; 0 never. Audited steps run in MLX operations, without the kernels.
+        audit_correct: the intercepts follow what the audit finds.
     """
 
     ranking: Ranking = "removal_cost"
@@ -53,6 +58,8 @@ class Policy:
     count_all: bool = False
     kernels: Kernels = "auto"
     tolerance: float = FINGERPRINT_TOLERANCE
+    audit: int = 0
+    audit_correct: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("ranking", Ranking), ("fill", Fill), ("denominator", Denominator)):
@@ -64,6 +71,7 @@ class Policy:
             raise ValueError(f"decode_window {self.decode_window} is below 1: give 1, or the number of drafts plus 1")
         if self.kernels not in get_args(Kernels):
             raise ValueError(f"kernels {self.kernels!r} is unknown: choose one of {', '.join(get_args(Kernels))}")
+        check_audit(self.audit, self.audit_correct, self.ranking)
 
 
 class Operations(NamedTuple):
@@ -90,9 +98,13 @@ def weighted_experts(
         keeps_dtype: cast the sum back to the experts' dtype.
         lists: a selection's row lists, which only kernels read.
     """
-    y = switch(x, ids)
-    total = (y * weights[..., None]).sum(axis=-2)
-    return total.astype(y.dtype) if keeps_dtype else total
+    return weighted_sum(switch(x, ids), weights, keeps_dtype)
+
+
+def weighted_sum(outputs: mx.array, weights: mx.array, keeps_dtype: bool) -> mx.array:
+    """[..., d] of experts' outputs [..., k, d] and weights [..., k], see `weighted_experts`."""
+    total = (outputs * weights[..., None]).sum(axis=-2)
+    return total.astype(outputs.dtype) if keeps_dtype else total
 
 
 STOCK_OPERATIONS = Operations(select_no_sync, weighted_experts)
@@ -116,6 +128,7 @@ class Stats:
         union_mean: experts that the rows would have read without a budget.
         fallbacks: (step, layer) pairs that kept native routing because a cost was not finite.
         kept_energy: share of the ranking's cost that the active sets held: for `removal_cost`, the predicted energy.
+        audit: what `Policy.audit` found.
     """
 
     steps: int
@@ -123,6 +136,7 @@ class Stats:
     union_mean: float | None
     fallbacks: int
     kept_energy: float | None
+    audit: AuditStats | None = None
 
 
 class BudgetedLayer:
@@ -160,11 +174,27 @@ class BudgetedLayer:
         self.follows_cost = budget.follows_cost
         mx.eval(self.limit)
 
+    def decodes(self, shape: tuple[int, ...]) -> bool:
+        """Whether rows of this shape [..., L, d] are a decode step."""
+        return not self.session.in_prefill and shape[-2] <= self.session.policy.decode_window and 0 not in shape
+
+    def audit_due(self, shape: tuple[int, ...]) -> Audit | None:
+        """The audit, where it takes rows of this shape [..., L, d] in, whether the budget restricts them or not.
+
+        The first layer under a budget begins a pass. The host decides, so a compiled pass is not to be audited.
+        """
+        audit = self.session._audit
+        if audit is None:
+            return None
+        if self.moe.index == self.session._leading:
+            audit.begin(self.decodes(shape))
+        return audit if audit.due and self.decodes(shape) else None
+
     def restricts(self, shape: tuple[int, ...]) -> bool:
         """Whether rows of this shape [..., L, d] are decoded under the budget, and could read more than it allows."""
-        rows = int(np.prod(shape[:-1]))
-        if self.session.in_prefill or shape[-2] > self.session.policy.decode_window or rows == 0:
+        if not self.decodes(shape):
             return False
+        rows = int(np.prod(shape[:-1]))
         widest = min(self.moe.num_experts, rows * self.moe.experts_per_token)
         return self.follows_cost or widest > self.most or self.session.policy.count_all
 
@@ -242,6 +272,52 @@ class BudgetedLayer:
         self.counters = selection.counters
         return selection
 
+    def execute(self, x: mx.array) -> mx.array:
+        """Weighted sum of the experts that the step's selection leaves, for router inputs x [..., d]: [..., d]."""
+        family = self.moe.family
+        selection = self.select(x)
+        shape = (*x.shape[:-1], self.moe.experts_per_token)
+        arguments = (
+            self.moe.block[family.experts],
+            x,
+            selection.ids.reshape(shape),
+            selection.weights.reshape(shape),
+            family.keeps_dtype,
+        )
+        y = self.operations.experts(*arguments, selection.lists)
+        return weighted_experts(*arguments) if y is None else y
+
+    def execute_audited(self, audit: Audit, x: mx.array, group: Any) -> mx.array:
+        """As `execute`, in operations, and the audit takes the step in. No expert runs more often than without it.
+
+        Args:
+            group: over which each expert is sharded, so that its output is a sum; None is no sharding.
+        """
+        family, k = self.moe.family, self.moe.experts_per_token
+        arguments = self.routed(x)
+        assert self.bias is not None and isinstance(arguments["log_energy"], Predicted)
+        predicted = arguments["log_energy"] = arguments["log_energy"].log_energy()
+        selection = select_no_sync(**arguments)
+        if self.restricts(x.shape):
+            assert selection.counters is not None
+            self.counters = selection.counters
+        shape = (*x.shape[:-1], k)
+        outputs = self.moe.block[family.experts](x, selection.ids.reshape(shape))
+        whole = outputs if group is None else mx.distributed.all_sum(outputs, group=group)
+        moved = audit.observe(
+            self.moe.index,
+            selection.ids,
+            mx.log(output_energy(whole)).reshape(-1, k),
+            arguments["ids"],
+            arguments["weights"],
+            predicted,
+            selection.active,
+            arguments["rows"],
+        )
+        if moved is not None:
+            self.bias = self.bias + moved
+        return weighted_sum(outputs, selection.weights.reshape(shape), family.keeps_dtype)
+
 
 class Session:
     """A budget in force on a model; `apply` makes it.
@@ -264,8 +340,16 @@ class Session:
         self._stock = [type(moe.block) for moe in self._found]
         self._predictor = predictor
         self._layers: dict[int, BudgetedLayer] = {}
+        self._audit: Audit | None = None
+        self._leading: int | None = None
         if predictor is not None:
             predictor.check_model(**describe(model), tolerance=policy.tolerance)
+        if policy.audit and Budget.parse(budget).is_off:
+            raise ValueError(NOTHING_TO_WATCH)
+        if policy.audit and predictor is not None:
+            fit = predictor.card.fit
+            folded = {moe.index: fit.get(moe.index, {}).get("correction", 0.0) for moe in self._found}
+            self._audit = Audit(folded, policy.audit, policy.audit_correct)
         self.set_budget(budget)
 
     def check(self, budget: Budget) -> None:
@@ -303,6 +387,8 @@ class Session:
             layer.set_budget(own)
             moe.block._base = layer
             moe.block.__class__ = _budgeted(stock)  # type: ignore[arg-type]
+        restricted = (moe.index for moe in self._found if not budget.for_layer(moe.index).is_off)
+        self._leading = next(restricted, None)
         self.budget = budget
 
     @property
@@ -338,7 +424,15 @@ class Session:
             self.in_prefill = before
 
     def stats(self) -> Stats:
-        """What happened so far. Waits for the device."""
+        """What happened so far. Waits for the device, and warns where an audit found drift."""
+        counted = self._counted()
+        if self._audit is None:
+            return counted
+        found = self._audit.stats()
+        found.warn()
+        return replace(counted, audit=found)
+
+    def _counted(self) -> Stats:
         counters = np.array([np.zeros(5, np.int64), *(np.array(layer.counters) for layer in self._layers.values())])
         pairs, active, union, kept, fallbacks = map(int, counters.sum(axis=0))
         if pairs == 0:
@@ -346,9 +440,11 @@ class Session:
         return Stats(int(counters[:, 0].max()), active / pairs, union / pairs, fallbacks, kept / pairs / SHARE_UNIT)
 
     def reset_stats(self) -> None:
-        """Sets all counters to zero."""
+        """Sets all counters to zero, the audit's too; intercepts that it moved stay."""
         for layer in self._layers.values():
             layer.reset()
+        if self._audit is not None:
+            self._audit.reset()
 
     def remove(self) -> None:
         """Gives every block its stock class back."""
@@ -363,31 +459,24 @@ def _budgeted(stock: Any) -> Any:
 
     def __call__(self: Any, x: mx.array) -> mx.array:  # noqa: N807
         layer: BudgetedLayer = self._base
-        if not layer.restricts(x.shape):
+        audit = layer.audit_due(x.shape)
+        if audit is None and not layer.restricts(x.shape):
             return stock.__call__(self, x)
         family = layer.moe.family
         group = getattr(self, "sharding_group", None)
         if group is not None:
             x = sum_gradients(group)(x)
-        selection = layer.select(x)
-        shape = (*x.shape[:-1], layer.moe.experts_per_token)
-        arguments = (
-            self[family.experts],
-            x,
-            selection.ids.reshape(shape),
-            selection.weights.reshape(shape),
-            family.keeps_dtype,
-        )
-        y = layer.operations.experts(*arguments, selection.lists)
-        if y is None:
-            y = weighted_experts(*arguments)
+        y = layer.execute(x) if audit is None else layer.execute_audited(audit, x, group)
         shared = family.shared(self, x)
         if shared is not None:
             y = y + shared
         if group is not None:
             y = mx.distributed.all_sum(y, group=group)
         # The counters are evaluated with the output: read later they cost nothing, and they never pin a step's graph.
-        return mx.depends(y, layer.counters)
+        state = [layer.counters]
+        if audit is not None and layer.bias is not None:
+            state += [audit.sums[layer.moe.index], layer.bias]
+        return mx.depends(y, state)
 
     return type(stock.__name__, (stock,), {"__call__": __call__, "__module__": __name__})
 

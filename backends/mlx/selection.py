@@ -165,7 +165,8 @@ def select_no_sync(
     return selection if counters is None else selection._replace(counters=count_no_sync(selection, counters))
 
 
-def _sum_by_expert(ids: mx.array, values: mx.array, voting: mx.array, E: int) -> mx.array:
+def sum_by_expert(ids: mx.array, values: mx.array, voting: mx.array, E: int) -> mx.array:
+    """float32 [E]: each expert's sum of values [T, k] in ids [T, k], where `voting`, [T, 1] or [T, k], is true."""
     # A table and its column sums: adding into [E] by index would add in no fixed order on a GPU.
     table = mx.zeros((ids.shape[0], E), mx.float32)
     return mx.put_along_axis(table, ids, mx.where(voting, values, 0).astype(mx.float32), axis=1).sum(axis=0)
@@ -192,7 +193,7 @@ def _ranking_cost(
         routed = mx.take_along_axis(preference, ids, axis=1)
         first = mx.where(routed == routed.max(axis=1, keepdims=True), ids, E).min(axis=1, keepdims=True)
         value = mx.where(ids == first, value, 0)
-    return _sum_by_expert(ids, value, voting, E)
+    return sum_by_expert(ids, value, voting, E)
 
 
 def _active_set(

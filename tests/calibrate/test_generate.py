@@ -178,8 +178,27 @@ def test_audit_without_a_number_and_its_refusals(checkpoint, prompts, capsys):
     arguments = ["generate", "--model", str(checkpoint), "--prompts", str(prompts)]
     for more, message in (
         (["--audit"], "the budget is off"),
-        (["--budget", "2", "--audit", "--backend", "mlx"], "--audit runs on torch"),
         (["--budget", "2", "--audit-correct"], "audit 0"),
     ):
         assert main([*arguments, *more]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:audit")
+def test_audit_runs_on_mlx(prompts, tmp_path, capsys):
+    pytest.importorskip("mlx.core")
+    out = tmp_path / "out.json"
+    arguments = ["generate", "--backend", "mlx", "--prompts", str(prompts), "--max-tokens", "5", "--json", str(out)]
+    assert main([*arguments, "--budget", "4", "--audit", "2", "--audit-correct"]) == 0
+    stats = json.loads(out.read_text())["stats"]
+    assert 0 < stats["audit"]["steps"] < stats["steps"] and len(stats["audit"]["layers"]) == 4
+    assert f"audit, {stats['audit']['steps']} steps" in capsys.readouterr().err
+    for more, message in ((["--audit"], "the budget is off"), (["--budget", "2", "--audit-correct"], "audit 0")):
+        assert main([*arguments, *more]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_audit_without_the_backend(prompts, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "backends.mlx.generate", None)
+    assert main(["generate", "--backend", "mlx", "--prompts", str(prompts), "--budget", "2", "--audit"]) == 2
+    assert "backend 'mlx' is not installed" in capsys.readouterr().err

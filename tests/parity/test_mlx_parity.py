@@ -165,6 +165,32 @@ def assert_batches_equal(model, predictor, budget):
         assert getattr(ours.stats, name) == getattr(theirs.stats, name), name
 
 
+@pytest.mark.filterwarnings("ignore:audit")
+@pytest.mark.parametrize(("name", "budget"), [("qwen3_moe", "8"), ("qwen2_moe", "6"), ("deepseek_v2", "energy:0.9")])
+@pytest.mark.parametrize(("every", "correct"), [(1, False), (3, False), (1, True)])
+def test_audits_equal_pytorch(name, budget, every, correct):
+    """One batch that shrinks as rows end: the same steps and pairs, and the same figures within float tolerance."""
+    from backends.cuda import generate as theirs
+    from backends.mlx import generate as ours
+    from base_core.embedded import model_path, predictor_path
+    from base_core.embedded.tasks import evaluation_examples
+
+    prompts = [example.prompt for example in evaluation_examples(16)]
+    audits = []
+    for backend in (ours, theirs):
+        policy = backend.Policy(audit=every, audit_correct=correct)
+        options = dict(batch=16, max_tokens=12, dtype="float32", policy=policy)
+        generated = backend.generate_texts(model_path(name), predictor_path(name), budget, prompts, **options)
+        audits.append((generated.texts, generated.stats.audit))
+    (texts, got), (expected_texts, expected) = audits
+    assert texts == expected_texts
+    assert got.steps == expected.steps > 1
+    for a, b in zip(got.layers, expected.layers, strict=True):
+        assert (a.layer, a.pairs) == (b.layer, b.pairs)
+        assert a.drift == pytest.approx(b.drift, abs=1e-4) and a.rms == pytest.approx(b.rms, abs=1e-4)
+        assert a.kept_energy == pytest.approx(b.kept_energy, abs=1e-4)
+
+
 class TorchDecoder:
     """Greedy decoding of one sequence with the PyTorch path, step for step as mlx-lm schedules it."""
 

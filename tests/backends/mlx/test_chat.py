@@ -65,7 +65,23 @@ def test_drafts_make_a_wide_budget_matter(type_lines, predictor_file):
     assert "changes nothing" not in text and "fedcba" in text and "16.0 of " in text
 
 
+def test_audit_is_shown_with_the_figures_and_at_the_end(type_lines, predictor_file, recwarn):
+    options = ["--predictor", str(predictor_file), "--budget", "8", "--audit", "1", "--audit-correct"]
+    text = type_lines(options, ["rev abcdef=", "/stats", "12+34="])
+    # A budget of 8 changes nothing in one stream, but what runs is measured.
+    steps = [int(n) for n in re.findall(r"audit, (\d+) steps pairs energy kept drift rms", text)]
+    assert len(steps) == 2 and 0 < steps[0] < steps[1]
+    assert "layer 3" in text and "100.00%" in text
+    assert text.count("audit: the predictor drifts by more than 0.25") == 2
+    assert not [w for w in recwarn if "audit" in str(w.message)]
+    assert "energy kept" not in type_lines(options[:4], ["rev abcdef=", "/stats"])
+
+
 def test_bad_flags_are_refused(type_lines, predictor_file):
+    with pytest.raises(ValueError, match="the budget is off"):
+        type_lines(["--predictor", str(predictor_file), "--audit"], [])
+    with pytest.raises(ValueError, match="audit 0"):
+        type_lines(["--predictor", str(predictor_file), "--budget", "4", "--audit-correct"], [])
     with pytest.raises(ValueError, match="needs a predictor"):
         type_lines(["--budget", "4"], [])
     with pytest.raises(ValueError, match=r"65 is outside 1\.\.64"):
