@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from base_core.budget import Budget
-from base_core.routing import Routing, most_preferred
+from base_core.routing import Routing, at, most_preferred
 from base_core.selection import DECODE, PADDING, PREFILL, Denominator, Selection, fill_slots, named, select
 
 
@@ -90,10 +90,10 @@ class Step:
     @property
     def ranked_ids(self) -> NDArray[np.int64]:
         """Native choice [T, k], most preferred first."""
-        native = np.take_along_axis(self.routing.preference, self.routing.ids, axis=1)
+        native = at(self.routing.preference, self.routing.ids)
         by_id = np.argsort(self.routing.ids, axis=1)
-        order = np.take_along_axis(by_id, most_preferred(np.take_along_axis(native, by_id, 1), self.k), axis=1)
-        return np.take_along_axis(self.routing.ids, order, axis=1)
+        order = at(by_id, most_preferred(at(native, by_id), self.k))
+        return at(self.routing.ids, order)
 
     def members(self, ids: NDArray) -> NDArray:
         """bool [E]: the experts that decode rows name in `ids` [T, any]."""
@@ -152,14 +152,14 @@ class Lynx:
         if self.alpha <= 0 or self.beta < 1:
             raise ValueError(f"policy 'lynx': alpha {self.alpha} must be positive and beta {self.beta} at least 1")
         ids = step.ranked_ids
-        logits = np.take_along_axis(step.router_logits, ids, axis=1)
+        logits = at(step.router_logits, ids)
         bins = np.minimum(self.beta, np.floor(self.alpha * (logits.max(1, keepdims=True) - logits)))
         voting = step.rows == DECODE
         votes = np.zeros((len(ids), step.num_experts), np.float32)
         np.put_along_axis(votes, ids, np.power(float(max(1, voting.sum())), -bins).astype(np.float32), axis=1)
         score = votes[voting].sum(0)
         best = np.where(bins == 0, score[ids], -np.inf).argmax(1)
-        anchors = np.take_along_axis(ids, best[:, None], axis=1)
+        anchors = at(ids, best[:, None])
         active = step.members(anchors)
         if self.fill_up:
             active = _fill_up(active, np.where(score > 0, score, -np.inf), budget)
@@ -375,7 +375,7 @@ def _restrict(step: Step, active: NDArray, denominator: Denominator, cost: NDArr
     """Restricted top-k inside `active`, [E] or of each row [T, E]; experts that no row takes up are not read."""
     routing = step.routing
     allowed = np.broadcast_to(active, routing.scores.shape)
-    native = np.take_along_axis(allowed, routing.ids, axis=1).all(1, keepdims=True)
+    native = at(allowed, routing.ids).all(1, keepdims=True)
     preference = np.where(allowed, routing.preference, -np.inf)
     anywhere: NDArray[np.bool_] = np.any(allowed, axis=0)
     ids, weights = fill_slots(

@@ -67,6 +67,11 @@ def sigmoid(logits: NDArray) -> NDArray[np.float32]:
     return np.where(logits >= 0, 1 / (1 + decay), decay / (1 + decay)).astype(np.float32)
 
 
+def at(table: NDArray, columns: NDArray) -> NDArray:
+    """The entries of `table` [T, any] that every row names in `columns` [T, n]: [T, n]. `take_along_axis`, but fast."""
+    return table[np.arange(len(columns))[:, None], columns]
+
+
 def most_preferred(preference: NDArray, k: int) -> NDArray[np.int64]:
     """The k best columns of each row of `preference` [T, E], best first, ties to the lower index: int64 [T, k]."""
     return np.argsort(-preference, axis=-1, kind="stable")[..., :k]
@@ -104,9 +109,9 @@ def route(logits: NDArray, rule: RouterRule, correction_bias: NDArray | None = N
         preference = preference + np.asarray(correction_bias, np.float32)
     preference = np.where(allowed_groups(preference, rule), preference, np.float32(-np.inf))
     ids = most_preferred(preference, rule.k)
-    chosen = np.take_along_axis(scores, ids, axis=1)
+    chosen = at(scores, ids)
     if rule.normalise == "softmax_selected":
-        weights = softmax(np.take_along_axis(logits, ids, axis=1))
+        weights = softmax(at(logits, ids))
     elif rule.normalise == "selected":
         weights = chosen / np.maximum(chosen.sum(-1, keepdims=True), np.finfo(np.float32).tiny)
     else:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from base_core.budget import Budget
-from base_core.routing import most_preferred
+from base_core.routing import at, most_preferred
 
 PADDING, DECODE, PREFILL = 0, 1, 2
 
@@ -63,14 +63,14 @@ def removal_cost(
     """
     contribution = np.square(weights, dtype=np.float32)
     if log_energy is not None:
-        routed = np.take_along_axis(log_energy, ids, axis=1).astype(np.float32)
+        routed = at(log_energy, ids).astype(np.float32)
         contribution = contribution * np.exp(np.clip(routed, *LOG_ENERGY_RANGE))
     return _sum_by_expert(ids, contribution, voting, num_experts)
 
 
 def _sum_by_expert(ids, values, voting, num_experts) -> NDArray[np.float32]:
     table = np.zeros((len(ids), num_experts), np.float32)
-    np.put_along_axis(table, ids, np.where(voting[:, None], values, 0).astype(np.float32), axis=1)
+    table[np.arange(len(ids))[:, None], ids] = np.where(voting[:, None], values, 0)
     return table.sum(axis=0)
 
 
@@ -104,7 +104,7 @@ def ranking_cost(
         return removal_cost(ids, weights, None, voting, num_experts)
     if ranking == "weight_sum":
         return _sum_by_expert(ids, weights, voting, num_experts)
-    routed = np.take_along_axis(preference, ids, axis=1)
+    routed = at(preference, ids)
     first = np.where(routed == routed.max(1, keepdims=True), ids, num_experts).min(1)
     return _sum_by_expert(ids, np.where(ids == first[:, None], weights, 0), voting, num_experts)
 
@@ -162,17 +162,15 @@ def fill_slots(
     if fill == "backfill":
         allowed = np.where(active, preference, -np.inf)
         chosen = most_preferred(allowed, k)
-        filled = np.take_along_axis(allowed, chosen, axis=1) > -np.inf
+        filled = at(allowed, chosen) > -np.inf
     else:
         chosen, filled = ids, active[ids]
     total = weights.astype(np.float32).sum(1, keepdims=True)
-    executed = np.where(filled, np.take_along_axis(scores, chosen, axis=1), 0).astype(np.float32)
-    base = executed if denominator == "renormalise" else np.take_along_axis(scores, ids, axis=1).astype(np.float32)
+    executed = np.where(filled, at(scores, chosen), 0).astype(np.float32)
+    base = executed if denominator == "renormalise" else at(scores, ids).astype(np.float32)
     mass = base.sum(1, keepdims=True)
     share = np.divide(executed, mass, out=np.zeros_like(executed), where=mass > 0)
-    spare = np.where(
-        filled.any(1), np.take_along_axis(chosen, filled.argmax(1)[:, None], axis=1)[:, 0], active.argmax()
-    )
+    spare = np.where(filled.any(1), at(chosen, filled.argmax(1)[:, None])[:, 0], active.argmax())
     return np.where(filled, chosen, spare[:, None]), share * total
 
 
@@ -281,7 +279,7 @@ def _check(scores, ids, weights, energy, preference, kinds, groups) -> None:
                 f"{name} has shape {array.shape}: expected {list(shape)} beside scores {list(scores.shape)}"
             )
     for name, array in (("ids", ids), ("rows", kinds), ("groups", groups)):
-        if array is not None and not np.issubdtype(array.dtype, np.integer):
+        if array is not None and array.dtype.kind not in "iu":
             raise ValueError(f"{name} has dtype {array.dtype}: expected integers")
     if ids.size and not 0 <= ids.min() <= ids.max() < E:
         raise ValueError(f"ids run from {ids.min()} to {ids.max()}: expected 0..{E - 1}")

@@ -203,7 +203,7 @@ class _Run:
         """Adds a token to each prompt's answer; true where the answer has ended with it."""
         self.tokens[prompts, self.made[prompts]] = tokens
         self.made[prompts] += 1
-        return np.isin(tokens, self.engine.ends) | (self.made[prompts] == self.decoding.max_tokens)
+        return (tokens[:, None] == self.engine.ends).any(1) | (self.made[prompts] == self.decoding.max_tokens)
 
     def _choose(self, prompts: NDArray, at: NDArray, logits: Tensor) -> NDArray[np.int64]:
         """Next tokens int [n] of prompts [n], the `at`th of their answers, by logits [n, V]."""
