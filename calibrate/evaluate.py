@@ -40,7 +40,7 @@ DEFAULT_BUDGETS = "6.25%,12.5%,25%"
 MOST_WORKERS = 8
 BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 NEEDS_RIVALS = ("sere", "exfold")
-RIVAL_LENGTH = 1024
+RIVAL_LENGTH = 256
 RIVAL_TEXT_TOKENS = 210_000
 """Of prompts and answers; about a quarter of them count, which makes the rivals' default number of tokens."""
 DESCRIPTION = (

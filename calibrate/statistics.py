@@ -92,7 +92,7 @@ class LayerStatistics:
                 continue
             own = slice(start, start + count)
             start += count
-            r = x[order[own] // ids.shape[1]] * root[own, None].float()  # [n, d]
+            r = x.index_select(0, order[own] // ids.shape[1]) * root[own, None].float()  # [n, d]
             self.first[expert] += factors[:, own] @ r.double()
             for block, (first, last) in zip(self.gram, gram_rows(self.hidden_size), strict=True):
                 block[expert].addmm_(r[:, first:last].mT, r[:, :last])

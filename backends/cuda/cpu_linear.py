@@ -225,7 +225,9 @@ def grouped_linear(x: Tensor, weight: Tensor, groups: Groups, num_slots: int, *,
     chunk = torch.empty(CHUNK_ROWS if wide.any() else 0, weight.shape[2])
     for expert, start, count in zip(groups.experts[wide], groups.starts[wide], groups.counts[wide], strict=True):
         group = slice(start, start + count)
-        product = linear_float32(x[rows[group]], weight[expert], chunk, transposed=transposed)
+        # Indexing does the same up to eight times slower.
+        picked = x.index_select(0, rows[group])
+        product = linear_float32(picked, weight[expert], chunk, transposed=transposed)
         out[slots[group]] = product.to(out.dtype)
     return out
 

@@ -146,13 +146,10 @@ class _Run:
         self.lengths = self.prompts.lengths
         self.first = self._choose(np.arange(N), np.zeros(N, np.int64), self.prompts.logits)
         self.steps = 0
-        self.width = self.prompts.mask.shape[1] + decoding.max_tokens
-        self.mask = self.prompts.mask.new_zeros(R, self.width)
+        self.mask = torch.zeros_like(self.prompts.mask[:1]).repeat(R, 1)
         self.cache = DynamicCache()
-        for i, (keys, values) in enumerate(zip(self.prompts.keys, self.prompts.values, strict=True)):
-            self.cache.update(
-                *(part.new_zeros(R, part.shape[1], self.width, part.shape[3]) for part in (keys, values)), i
-            )
+        for i, parts in enumerate(zip(self.prompts.keys, self.prompts.values, strict=True)):
+            self.cache.update(*(torch.zeros_like(part[:1]).repeat(R, 1, 1, 1) for part in parts), i)
 
     def refill(self) -> bool:
         """Gives free slots to waiting prompts; False when nothing is left to decode."""
@@ -167,7 +164,7 @@ class _Run:
                     break
         if started:
             rows, prompts = torch.tensor(started), torch.from_numpy(self.owner[started])
-            start = self.width - self.prompts.mask.shape[1]
+            start = self.mask.shape[1] - self.prompts.mask.shape[1]
             for layer, keys, values in zip(self.cache.layers, self.prompts.keys, self.prompts.values, strict=True):
                 layer.keys[rows, :, start:] = keys[prompts]
                 layer.values[rows, :, start:] = values[prompts]
@@ -188,10 +185,11 @@ class _Run:
         logits = self.engine.model(
             input_ids=ids, attention_mask=self.mask, position_ids=positions, cache=self.cache, use_cache=True
         ).logits[torch.from_numpy(rows), -1]
-        # The column on the left is older than any answer can be long.
-        self.mask = self.mask[:, 1:]
+        # Columns on the left that no row reaches back to are dropped; a new prompt always fits.
+        reach = max(int((self.lengths[prompts] + at).max()), self.prompts.mask.shape[1])
+        self.mask = self.mask[:, -reach:]
         for layer in self.cache.layers:
-            layer.keys, layer.values = layer.keys[:, :, 1:], layer.values[:, :, 1:]
+            layer.keys, layer.values = layer.keys[:, :, -reach:], layer.values[:, :, -reach:]
         self.steps += len(np.unique(rows // self.batch))
         logits = logits.float()
         if self.on_logits is not None:

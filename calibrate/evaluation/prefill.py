@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
@@ -49,11 +50,12 @@ def prefill(
         encoded: token ids of each prompt, none empty.
     """
     width = max(map(len, encoded))
+    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))  # so that little is padded
     parts: list[Prefilled] = []
     bar = tqdm(total=len(encoded), desc="prompts", unit="prompt", leave=False, disable=not progress)
-    for start in range(0, len(encoded), PREFILL_ROWS):
-        rows = list(encoded[start : start + PREFILL_ROWS])
-        padding = {"padding": "max_length", "max_length": width}
+    for start in range(0, len(order), PREFILL_ROWS):
+        rows = [encoded[i] for i in order[start : start + PREFILL_ROWS]]
+        padding = {"padding": "max_length", "max_length": len(rows[-1])}
         inputs = tokenizer.pad({"input_ids": rows}, return_tensors="pt", **padding).to(model.device)
         mask = inputs["attention_mask"]
         cache = DynamicCache()
@@ -69,9 +71,17 @@ def prefill(
         parts.append(Prefilled(keys, values, mask, logits.float()))
         bar.update(len(rows))
     bar.close()
+    places = torch.empty(len(order), dtype=torch.int64)
+    places[order] = torch.arange(len(order))
+
+    def join(tensors: Iterable[Tensor], dim: int) -> Tensor:
+        """In the prompts' own order, and padded on the left of `dim` to the width."""
+        left = [functional.pad(t, (0, 0) * (t.dim() - 1 - dim) + (width - t.shape[dim], 0)) for t in tensors]
+        return torch.cat(left).index_select(0, places.to(left[0].device))
+
     return Prefilled(
-        [torch.cat(layer) for layer in zip(*(part.keys for part in parts), strict=True)],
-        [torch.cat(layer) for layer in zip(*(part.values for part in parts), strict=True)],
-        torch.cat([part.mask for part in parts]),
-        torch.cat([part.logits for part in parts]),
+        [join(layer, 2) for layer in zip(*(part.keys for part in parts), strict=True)],
+        [join(layer, 2) for layer in zip(*(part.values for part in parts), strict=True)],
+        join((part.mask for part in parts), 1),
+        torch.cat([part.logits for part in parts])[places],
     )

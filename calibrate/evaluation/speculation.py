@@ -52,7 +52,7 @@ class Settings:
     """
 
     prompts: int = 64
-    drafts: tuple[int, ...] = (1, 2, 3, 4)
+    drafts: tuple[int, ...] = (1, 2, 4)
 
 
 @dataclass

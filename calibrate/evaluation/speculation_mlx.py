@@ -19,7 +19,7 @@ from calibrate.evaluation.units import Row, Store
 
 STUDY = "speculation mlx"
 PROMPTS = 16
-DRAFTS = (1, 2, 3, 4)
+DRAFTS = (1, 2, 4)
 DRAFT_WINDOW = 2
 """Tokens that mlx-lm gives the draft model at once when all its drafts were accepted."""
 
