@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 
 from backends.cuda import base_budget
 from base_core.policies import run_policy
+from calibrate.evaluation import prefill as prefill_module
 from calibrate.evaluation.engine import EMPTY, Decoding, Engine, deal
 from calibrate.evaluation.prefill import prefill
 from calibrate.evaluation.variants import Variant, VariantRule
@@ -171,6 +172,19 @@ def test_sampling_follows_the_distribution():
     drawn = engine.decode(rule(model, Variant("dense")), Decoding(400, 2, 2.0), [range(400)]).tokens[:, 0]
     likely = shares.argmax()
     assert abs((drawn == int(likely)).mean() - shares[likely]) < 4 * (shares[likely] / 400) ** 0.5
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_prefill_in_parts_is_prefill_of_each_prompt(model_type, monkeypatch):
+    model, prompts, _ = make_engine(model_type)
+    monkeypatch.setattr(prefill_module, "PREFILL_ROWS", 3)
+    together = prefill(model, Padder(), prompts)
+    assert together.lengths.tolist() == list(map(len, prompts))
+    for place, prompt in enumerate(prompts):
+        alone = prefill(model, Padder(), [prompt])
+        torch.testing.assert_close(together.logits[place], alone.logits[0])
+        for found, own in zip(together.keys + together.values, alone.keys + alone.values, strict=True):
+            torch.testing.assert_close(found[place, :, -len(prompt) :], own[0])
 
 
 def test_hooks_are_gone_afterwards_also_after_an_error():
