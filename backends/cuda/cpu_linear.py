@@ -225,8 +225,7 @@ def grouped_linear(x: Tensor, weight: Tensor, groups: Groups, num_slots: int, *,
     chunk = torch.empty(CHUNK_ROWS if wide.any() else 0, weight.shape[2])
     for expert, start, count in zip(groups.experts[wide], groups.starts[wide], groups.counts[wide], strict=True):
         group = slice(start, start + count)
-        # Indexing does the same up to eight times slower.
-        picked = x.index_select(0, rows[group])
+        picked = x.index_select(0, rows[group])  # copies whole rows, which indexing does not
         product = linear_float32(picked, weight[expert], chunk, transposed=transposed)
         out[slots[group]] = product.to(out.dtype)
     return out

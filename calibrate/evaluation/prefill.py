@@ -71,8 +71,7 @@ def prefill(
         parts.append(Prefilled(keys, values, mask, logits.float()))
         bar.update(len(rows))
     bar.close()
-    places = torch.empty(len(order), dtype=torch.int64)
-    places[order] = torch.arange(len(order))
+    places = torch.tensor(order).argsort()
 
     def join(tensors: Iterable[Tensor], dim: int) -> Tensor:
         """In the prompts' own order, and padded on the left of `dim` to the width."""
