@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +31,7 @@ from calibrate.evaluation.subject import Subject
 from calibrate.evaluation.units import Row, Store, Unit, run_units, start_worker
 from calibrate.evaluation.variants import UNION, Variant, union_size
 from calibrate.rivals import calibrate_rivals
-from calibrate.text import Document, pack, tokenise
+from calibrate.text import Document, pack, tokenise, unbroken
 
 DEFAULT_PROMPTS = 2048
 DEFAULT_BATCH = 16
@@ -317,22 +317,10 @@ def calibrate_embedded_rivals(name: str, path: Path) -> None:
     model, tokenizer = load(model_path(name), "float32")
     documents = (Document(example.answer + STOP, example.prompt) for example in examples(1))
     tokenised = (tokenise(document, tokenizer, "answer") for document in documents)
-    text = pack(_unbroken(tokenised, RIVAL_LENGTH), RIVAL_LENGTH, RIVAL_TEXT_TOKENS)
+    text = pack(unbroken(tokenised, RIVAL_LENGTH), RIVAL_LENGTH, RIVAL_TEXT_TOKENS)
     source = f"training split of the embedded tasks, seed 1, {text.tokens} tokens"
     rivals = calibrate_rivals(model, text, model_id=PREFIX + name, source=source, progress=True)
     save_rivals(path, rivals)
-
-
-def _unbroken(documents: Iterable[tuple[list[int], list[bool]]], length: int) -> Iterator[tuple[list[int], list[bool]]]:
-    """The tokenised documents, with filler that does not count in front of those that reach over the end of a row."""
-    filled = 0
-    for ids, counted in documents:
-        rest = length - filled
-        if len(ids) > rest:
-            yield [0] * rest, [False] * rest
-            filled = 0
-        yield ids, counted
-        filled = (filled + len(ids)) % length
 
 
 def _run_all(args: argparse.Namespace, cost: StepCost | None) -> None:

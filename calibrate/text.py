@@ -158,6 +158,21 @@ def pack(documents: Iterable[tuple[list[int], list[bool]]], length: int, tokens:
     return Sequences(packed_ids, positions, counts.astype(bool), total)
 
 
+def unbroken(documents: Iterable[tuple[list[int], list[bool]]], length: int) -> Iterator[tuple[list[int], list[bool]]]:
+    """Tokenised documents for `pack`, with filler that does not count where one would reach over the end of a row.
+
+    Only a document longer than a row is still broken.
+    """
+    filled = 0
+    for ids, counted in documents:
+        rest = length - filled
+        if filled and len(ids) > rest:
+            yield [0] * rest, [False] * rest
+            filled = 0
+        yield ids, counted
+        filled = (filled + len(ids)) % length
+
+
 def read_sequences(
     paths: Sequence[Path], tokenizer: Any, *, length: int, tokens: int, positions: Positions = "answer"
 ) -> Sequences:

@@ -23,7 +23,6 @@ from calibrate.evaluation import (
 from calibrate.evaluation.plan import counterpart
 from calibrate.evaluation.units import pack_bits
 from calibrate.evaluation.variants import Variant
-from calibrate.text import pack
 
 GRID = ["eval", "--prompts", "32", "--budgets", "8,union:1"]
 
@@ -307,11 +306,3 @@ def test_rivals_of_another_model_are_refused(rivals, tmp_path, capsys):
     save_rivals(tmp_path / "r", replace(found, card=replace(found.card, fingerprint=other)))
     assert main(["eval", "--prompts", "4", "--policies", "sere", "--rivals", str(tmp_path / "r")]) == 2
     assert "rivals file fingerprint differs" in capsys.readouterr().err
-
-
-def test_no_document_of_the_rivals_text_is_broken():
-    documents = [(list(range(1, n + 1)), [True] * n) for n in (3, 4, 8, 5, 2, 1)]
-    text = pack(command._unbroken(documents, 8), 8, 100)
-    assert text.ids.tolist() == [[1, 2, 3, 1, 2, 3, 4, 0], list(range(1, 9)), [1, 2, 3, 4, 5, 1, 2, 1]]
-    assert (text.positions + 1)[text.counted].tolist() == text.ids[text.counted].tolist()
-    assert text.counted.sum() == sum(len(ids) for ids, _ in documents)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from calibrate import text
-from calibrate.text import describe_source, pack, read_documents, read_sequences
+from calibrate.text import describe_source, pack, read_documents, read_sequences, unbroken
 
 BOS = 999
 
@@ -143,3 +143,18 @@ def test_source(file, tmp_path):
         describe_source([file("a.txt", "")])
     with pytest.raises(ValueError, match="cannot be read"):
         describe_source([tmp_path])
+
+
+def test_unbroken_documents_start_a_row_rather_than_reach_over_its_end():
+    documents = [(list(range(1, n + 1)), [True] * n) for n in (3, 4, 8, 5, 2, 1)]
+    text = pack(unbroken(documents, 8), 8, 100)
+    assert text.ids.tolist() == [[1, 2, 3, 1, 2, 3, 4, 0], list(range(1, 9)), [1, 2, 3, 4, 5, 1, 2, 1]]
+    assert (text.positions + 1)[text.counted].tolist() == text.ids[text.counted].tolist()
+    assert text.counted.sum() == sum(len(ids) for ids, _ in documents)
+
+
+def test_a_document_longer_than_a_row_takes_no_filler_at_its_start():
+    text = pack(unbroken([([1] * 10, [True] * 10), ([2] * 7, [True] * 7)], 8), 8, 100)
+    assert text.ids[0].tolist() == [1] * 8
+    assert text.ids[1].tolist() == [1, 1] + [0] * 6 and text.ids[2].tolist() == [2] * 7 + [0]
+    assert text.counted.sum() == 17
